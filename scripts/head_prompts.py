@@ -22,6 +22,8 @@ from typing import Any
 
 import click
 
+from fasteagle.cli.command import Script
+from fasteagle.paths import require_writable
 from fasteagle.prompts import json_lines
 
 SECOND_TURNS = 0.35  # share of conversations
@@ -123,12 +125,19 @@ def library_functions() -> list[dict[str, str]]:
     return functions
 
 
-@click.command(help=__doc__)
+@click.command(cls=Script, help=__doc__)
 @click.option("--seeds", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--count", default=9000, show_default=True, help="Conversations, all different.")
+@click.option(
+    "--count",
+    type=click.IntRange(1),
+    default=9000,
+    show_default=True,
+    help="Conversations, all different.",
+)
 @click.option("--seed", default=0, show_default=True)
 @click.option("--out", required=True, type=click.Path(dir_okay=False, path_type=Path))
 def main(seeds: Path | None, count: int, seed: int, out: Path) -> None:
+    require_writable(out)
     lines = json_lines(seeds) if seeds else ()
     maker = Maker([json.loads(line) for line, _ in lines], seed)
     conversations: dict[str, list[str]] = {}

@@ -23,6 +23,7 @@ from fasteagle.errors import FasteagleError
 from fasteagle.loading.open import open_model
 from fasteagle.loading.tokenizer import ChatTokenizer
 from fasteagle.options import RuntimeOptions
+from fasteagle.paths import require_writable
 
 MODULES = "textwrap heapq shlex fnmatch queue sched string calendar csv statistics bisect copy"
 SUMMARIZE = "Summarize the following text in ten sentences.\n\n{text}"
@@ -85,10 +86,18 @@ def _argument(code: str) -> str:
 
 @click.command(cls=Script, help=__doc__)
 @click.option("--model", default="smollm2-135m", show_default=True, help="Whose tokens.")
-@click.option("--tokens", "n_tokens", default=3000, show_default=True, help="Of each document.")
-@click.option("--count", default=12, show_default=True, help="Questions.")
+@click.option(
+    "--tokens",
+    "n_tokens",
+    type=click.IntRange(1),
+    default=3000,
+    show_default=True,
+    help="Of each document.",
+)
+@click.option("--count", type=click.IntRange(1), default=12, show_default=True, help="Questions.")
 @click.option("--out", required=True, type=click.Path(dir_okay=False, path_type=Path))
 def main(model: str, n_tokens: int, count: int, out: Path) -> None:
+    require_writable(out)
     tokenizer = open_model(model, RuntimeOptions()).tokenizer
     texts = list(islice(questions(Documents(tokenizer, n_tokens)), count))
     out.write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in texts), "utf-8")

@@ -143,8 +143,8 @@ def in_turn(
 @click.command(cls=Script, help=__doc__)
 @click.option("--model", default=DEFAULT_MODEL, show_default=True)
 @click.option("--data", type=click.Path(path_type=Path, dir_okay=False))
-@click.option("--limit", type=int, help="Only the first N questions.")
-@click.option("--max-new-tokens", default=128, show_default=True)
+@click.option("--limit", type=click.IntRange(1), help="Only the first N questions.")
+@click.option("--max-new-tokens", type=click.IntRange(2), default=128, show_default=True)
 @click.option("--port", default=8765, show_default=True)
 @click.option("--parallel", default=4, show_default=True, help="Slots of the server.")
 @click.option("--warm-up", default=90.0, show_default=True, help="Seconds for the server to tune.")
@@ -159,6 +159,8 @@ def main(
     warm_up: float,
     clients: tuple[int, ...] | None,
 ) -> None:
+    if clients and min(clients) < 1:
+        raise FasteagleError(f"clients {min(clients)} is out of range: use 1 or more")
     questions = read_questions(data, limit)
     with server(model, port, parallel, warm_up) as client:
         if clients:

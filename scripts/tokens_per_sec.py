@@ -121,6 +121,10 @@ def main(
         return
     opened = open_dummy(model) if load_format == "dummy" else open_model(model, runtime_options)
     measured = run(options, runtime_options, opened, questions)
+    if not measured:  # transformers runs dense weights only, gpt-fast int4
+        raise FasteagleError(
+            f"no row of {', '.join(options.rows)} runs at {', '.join(precisions)}: give others"
+        )
     report = build_report(measured, options, runtime_options, save_outputs)
     if json_path:
         _write(json_path, report)

@@ -68,6 +68,9 @@ class BenchOptions:
         return parse_rows(self.rows, self.draft)
 
     def __post_init__(self) -> None:
+        for name, values in (("rows", self.rows), ("precision", self.precisions)):
+            if not values:
+                raise FasteagleError(f"{name} '' names none: give one, or several as A,B")
         for precision in self.precisions:
             if not is_scheme_name(precision.removesuffix("-torchao")):
                 _check_known("precision", precision, PRECISIONS)

@@ -64,7 +64,7 @@ def _print_probes(files: HeadFiles, runtime: Runtime, aux_layers: tuple[int, ...
 def run_export_head(head: str, out: Path, options: ExportOptions) -> None:
     """Write the draft head for another engine and print remarks on it."""
     files = named_head(head)
-    if out.exists() and (out.is_file() or any(out.iterdir())):
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FasteagleError(f"{out} is there already: give another -o")
     if not out.exists():
         require_writable(out)

@@ -286,6 +286,12 @@ def test_precision_is_what_the_model_options_say(script, monkeypatch, flags, exp
     assert script(*flags).exit_code == 2 and chosen == [expected]
 
 
+def test_rows_that_run_at_no_precision_of_the_run(script, tiny_dir, questions):
+    words = ["--rows", "hf,gpt-fast", "--precision", "int8", "--no-compile"]
+    done = script("--model", tiny_dir, "--data", questions, *words)
+    assert done.exit_code == 2 and "no row of hf, gpt-fast runs at int8" in done.stderr
+
+
 def test_the_script_writes_what_it_prints(script, tiny_dir, questions, tmp_path, capsys):
     out = tmp_path / "record.json"
     words = f"--precision fp32 --rows plain --limit 2 --max-new-tokens 8 --lookup {__file__}"

@@ -106,6 +106,8 @@ REFUSED = [
     (BENCH, "--rows plain,medusa", "add --medusa FILE"),
     (BENCH, "--precision int3", "unknown precision 'int3'"),
     (BENCH, "--int4 --precision bf16", "name all of them in --precision"),
+    (BENCH, "--rows ,", "rows '' names none"),
+    (BENCH, "--precision ,", "precision '' names none"),
     (BENCH, "--limit 0", "limit 0"),
     (BENCH, "--max-new-tokens 1", "max-new-tokens 1"),
     (BENCH, "--temperature -1", "temperature -1"),
@@ -226,6 +228,7 @@ REFUSED = [
     ("export-head x -o DIR/e", "", "Missing option '--to'. Choose from: eagle, specforge"),
     ("export-head x --to eagle -o DIR", "", "head 'x': no such folder"),
     ("export-head smollm2-135m --to eagle", "-o /proc/none", "cannot write /proc/none"),
+    ("export-head smollm2-135m --to eagle", "-o /dev/null", "/dev/null is there already"),
     (
         "generate-data --out DIR/g --count 3",
         "--seeds DIR/one",

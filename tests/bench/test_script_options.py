@@ -1,0 +1,34 @@
+"""Options of scripts that cannot be: one line, before anything is started or computed."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+from click.testing import CliRunner
+
+from helpers import SCRIPTS
+
+REFUSED = [
+    ("served_speed", "--limit 0", "'--limit': 0 is not in the range x>=1"),
+    ("served_speed", "--max-new-tokens 1", "1 is not in the range x>=2"),
+    ("served_speed", "--clients 4,0", "clients 0 is out of range: use 1 or more"),
+    ("long_prompts", "--out x --count 0", "'--count': 0 is not in the range x>=1"),
+    ("long_prompts", "--out x --tokens 0", "'--tokens': 0 is not in the range x>=1"),
+    ("long_prompts", "--out /proc/x --model none", "cannot write /proc/x"),
+    ("head_prompts", "--out x --count 0", "'--count': 0 is not in the range x>=1"),
+    ("head_prompts", "--out /proc/x --seeds none", "cannot write /proc/x"),
+]
+
+
+@pytest.mark.parametrize(("name", "words", "message"), REFUSED)
+def test_refused_at_once(name, words, message, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "none").touch()
+    script = importlib.import_module(name)
+    if name == "served_speed":
+        monkeypatch.setattr(script, "server", lambda *a: pytest.fail("a server was started"))
+    done = CliRunner().invoke(script.main, words.split())
+    assert done.exit_code == 2 and message in done.stderr, (done.output, done.exception)
+    assert done.stderr.count("\n") == 1
