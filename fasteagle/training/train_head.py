@@ -43,16 +43,7 @@ def train_head(
     model: str, runtime_options: RuntimeOptions, run: TrainRun, options: TrainOptions
 ) -> None:
     """Train a draft head for `model`, alone or with other processes; write it to `run.out`."""
-    state = run.out / "state.pt"
-    if state.exists() and not run.resume:
-        raise FasteagleError(
-            f"{run.out} holds an unfinished run: continue it with --resume, or give another --out"
-        )
-    finished = [run.out / name for name in ("training.json", "model.safetensors")]
-    if not state.exists() and any(path.exists() for path in finished):
-        raise FasteagleError(
-            f"{run.out} holds a finished head: give another --out, and --init to train it further"
-        )
+    _check_place(run)
     if runtime_options.backend == "torchao":
         raise FasteagleError(
             "a head is trained on weights that fasteagle quantizes: leave -torchao out"
@@ -96,6 +87,20 @@ def train_head(
     else:
         trainer.run(lambda entry: None, run.every, patience=run.patience)
     ranks.wait()
+
+
+def _check_place(run: TrainRun) -> None:
+    """Raise `FasteagleError` where `run.out` holds a run that this one does not continue."""
+    state = run.out / "state.pt"
+    if state.exists() and not run.resume:
+        raise FasteagleError(
+            f"{run.out} holds an unfinished run: continue it with --resume, or give another --out"
+        )
+    finished = [run.out / name for name in ("training.json", "model.safetensors")]
+    if not state.exists() and any(path.exists() for path in finished):
+        raise FasteagleError(
+            f"{run.out} holds a finished head: give another --out, and --init to train it further"
+        )
 
 
 def _data(
