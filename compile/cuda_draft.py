@@ -2,8 +2,8 @@
 
 The head's weights are then read once for all texts, whose passes are shared as well. The code is
 that of a text alone, `HeadDrafter.extend` and `eagle.expand`, over a cache that is those of all
-texts; `EagleDrafter.select` then makes each text's own tree of its candidates. A text's candidates
-have the bits that it gets alone.
+texts; `EagleDrafter.select` then makes each text's own tree of its candidates. Where all of the
+head's linears are quantized, the candidates have the bits that a text alone gets.
 
 Shapes: B texts, W pending pairs of each, F feature dim, k nodes of a level, P candidates.
 """

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fasteagle.compile.graphs import compiling
 from fasteagle.decoding.cycle import EAGER, Pieces, Proposal
-from fasteagle.decoding.launch import may_be_shorter
+from fasteagle.decoding.launch import may_be_shorter, variant_of
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.draft_head import HeadDrafter
 from fasteagle.drafting.draft_model import ModelDrafter
@@ -59,9 +59,10 @@ class CycleCompiler:
     def compile(self, slots: Sequence[int] = (TRACED_SLOTS,)) -> None:
         """Compile for caches of any number of slots; `slots` are sizes that need different code."""
         for spec in self._specs:
-            if (self._drafter, spec) not in self._engine.runner.compiled:
+            variant = variant_of(self._drafter, spec)
+            if variant not in self._engine.runner.compiled:
                 with compiling():
-                    self._found[self._drafter, spec] = self._compiled(spec, slots)
+                    self._found[variant] = self._compiled(spec, slots)
 
     def apply(self) -> None:
         runner = self._engine.runner
@@ -161,8 +162,9 @@ def own_code(piece: Any, settings: dict[str, Any] | None = None) -> Callable[...
 
     Dynamo stores compiled code by function code, and before each call checks hundreds of Python
     values of the variant, the drafter and the state, which takes a tenth of a millisecond. These
-    values cannot change here, because `Runner.compiled` stores a piece by its variant. So the piece
-    gets a separate code object, and only the shapes of tensors are checked.
+    values cannot change here, because `Runner.compiled` stores a piece by its variant, and siblings
+    differ in their tensors only. So the piece gets a separate code object, and only the shapes of
+    tensors are checked.
     """
     code = piece.__code__.replace()
     own = FunctionType(code, piece.__globals__, piece.__name__, piece.__defaults__)

@@ -21,8 +21,8 @@ from fasteagle.compile.cuda_graphs import CudaGraphs, PinnedPlace
 from fasteagle.compile.precompile import compile_ahead, compile_launches
 from fasteagle.compile.split_cycles import SplitCycle, capture_split
 from fasteagle.decoding.cycle import Pieces, Proposal, decode_cycle
-from fasteagle.decoding.launch import Done, Launch, head_config
-from fasteagle.decoding.runner import Backend, Runner, drop_others
+from fasteagle.decoding.launch import Done, Launch, drop_others, head_config, variant_of
+from fasteagle.decoding.runner import Backend, Runner
 from fasteagle.drafting.base import Drafter
 from fasteagle.errors import first_line, is_out_of_memory
 from fasteagle.logits import LogitsProcessor
@@ -75,6 +75,7 @@ class CapturedRunner(Runner):
         self._alone = True  # whether the cycle that was launched last had a pass for itself
         self._failures: Counter[Any] = Counter()  # consecutive ones, by drafter and spec
         self._kinds: list[Any] = []
+        self._n_compiled = 0  # compiled variants when graphs were captured
         self._rows_ahead: set[int] = set()  # numbers of rows whose kernels are compiled
         # One place is filled while the other is read.
         self._free = deque(graphs.place(state.result) for _ in range(self.ahead + 1))
@@ -96,6 +97,9 @@ class CapturedRunner(Runner):
     def needs(
         self, specs: Sequence[CycleSpec], drafter: Drafter | None, processed: bool = False
     ) -> bool:
+        if len(self.compiled) != self._n_compiled:  # a sibling has compiled since
+            self._n_compiled = len(self.compiled)
+            self.forget()
         return any(self._key(spec, drafter, processed) not in self._replays for spec in specs)
 
     def prepare(
@@ -263,7 +267,7 @@ class CapturedRunner(Runner):
         self._failures.clear()  # the capture of other code may succeed
 
     def pieces(self, spec: CycleSpec, drafter: Drafter | None) -> Pieces:
-        return self.compiled.get((drafter, spec), self.usual)
+        return self.compiled.get(variant_of(drafter, spec), self.usual)
 
     @property
     def defers(self) -> bool:

@@ -18,6 +18,7 @@ import torch
 
 from fasteagle.compile.cpu_draft import NativeChain, Text, look_up
 from fasteagle.decoding.cycle import EAGER, Proposal, decode_cycle
+from fasteagle.decoding.launch import variant_of
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.costs import ROWS, WIDTHS, Costs
 from fasteagle.drafting.draft_head import HeadDrafter
@@ -159,7 +160,7 @@ class Measurement:
         if drafter is None or isinstance(drafter.shape, GatedChain):  # chains run by the kernels
             return 1.0
         spec = self._engine.spec(drafter.shape, self._kind)
-        if (drafter, spec) not in self._engine.runner.compiled:
+        if variant_of(drafter, spec) not in self._engine.runner.compiled:
             return 1.0
         eager, compiled = (
             statistics.median(self.draft(drafter.shape, eager) for _ in range(CYCLES))
@@ -191,7 +192,7 @@ class Measurement:
         """Return the milliseconds of drafting a tree."""
         engine, drafter = self._engine, self._drafter
         spec = engine.spec(shape, self._kind)
-        pieces = EAGER if eager else engine.runner.compiled[drafter, spec]
+        pieces = EAGER if eager else engine.runner.compiled[variant_of(drafter, spec)]
         if not engine.runner.fixed_addresses:
             # As in a real cycle, the target's weights push the draft head's out of the CPU cache.
             self.verify(1)
@@ -218,7 +219,7 @@ class Measurement:
         pieces = engine.runner.pieces(spec, drafter)
         work = functools.partial(decode_cycle, engine.state, engine.target, drafter, spec, pieces)
         total = self._timed(work, shape)
-        eager = (drafter, spec) not in engine.runner.compiled
+        eager = variant_of(drafter, spec) not in engine.runner.compiled
         parts = self.verify(spec.rows) + (0.0 if shape is None else self.draft(shape, eager))
         return total, max(0.0, total - parts)
 

@@ -58,7 +58,9 @@ class Engine(Context):
 
     def sibling(self, cache: KVCache | None = None) -> Engine:
         """Return another engine over the same model and backend; `cache` may be this one's."""
-        return Engine(self.model, self.max_seq_len, cache=cache, backend=self.backend)
+        other = Engine(self.model, self.max_seq_len, cache=cache, backend=self.backend)
+        other.runner.share_compiled(self.runner)
+        return other
 
     @property
     def plain_rows(self) -> int:

@@ -49,6 +49,7 @@ SEVERAL = """
 from fasteagle.batch import Batch
 from fasteagle.bench.row_spec import RowSpec
 from fasteagle.bench.simulate import dummy_drafter
+from fasteagle.drafting.lookup import Lookup
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.loading.open import open_dummy
 from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
@@ -57,7 +58,8 @@ prepared = open_dummy("smollm2-135m").prepared(options)
 engine, draft = prepared.engine(), RowSpec.parse("eagle@3/2/5").draft_options(DraftOptions())
 eagle = dummy_drafter("smollm2-135m", engine, prepared.checkpoint, draft)
 several, prompt = Batch(engine, 4), [5, 6, 7]
-for drafter, t in ((None, 0), (None, 0.8), (NgramDrafter(4), 0), (eagle, 0), (eagle, 0.8)):
+ngram = NgramDrafter(4, Lookup(device=engine.device))
+for drafter, t in ((None, 0), (None, 0.8), (ngram, 0), (eagle, 0), (eagle, 0.8)):
     engine.use(drafter)
     params = [SamplingParams(0.8 if i == 1 else t, seed=i) for i in range(4)]
     ask = lambda own, i: own.generate(prompt * (3 + i), params[i], 24)

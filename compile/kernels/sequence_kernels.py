@@ -59,7 +59,10 @@ def n_blocks(n_rows: int, n_sequences: int, group: int, block: int) -> int:
 
 
 def empty(table: Tensor, n_rows: int, n_columns: int, n_blocks: int) -> Sequences:
-    """Return memory for `gather`: M rows, paths of P columns, N blocks."""
+    """Return memory for `gather`: M rows, paths of P columns, N blocks.
+
+    No row belongs to a sequence yet, so that kernels read no cache.
+    """
     small = functools.partial(torch.zeros, dtype=torch.int32, device=table.device)
     tokens, positions, slots, depths = (table.new_zeros(n_rows) for _ in range(4))
     return Sequences(
@@ -69,9 +72,9 @@ def empty(table: Tensor, n_rows: int, n_columns: int, n_blocks: int) -> Sequence
         slots=slots,
         depths=depths,
         paths=small(n_rows, n_columns),
-        members=small(n_rows),
+        members=small(n_rows).fill_(-1),
         seq_lens=table.new_zeros(len(table)),
-        blocks=small(n_blocks, int(BLOCK_FIELDS)),
+        blocks=small(n_blocks, int(BLOCK_FIELDS)).fill_(-1),
     )
 
 

@@ -26,6 +26,17 @@ def head_config(drafter: Drafter | None) -> HeadConfig | None:
     return drafter.head.config if isinstance(drafter, HeadDrafter) else None
 
 
+def variant_of(drafter: Drafter | None, spec: CycleSpec) -> tuple[Drafter | None, CycleSpec]:
+    """Return the key of compiled pieces, which are those of all siblings of a drafter."""
+    return None if drafter is None else drafter.origin, spec
+
+
+def drop_others(table: dict[Any, Any], drafter: Drafter) -> None:
+    """Drop what a table has of other drafters, whose draft heads its keys keep in memory."""
+    for key in [key for key in table if key[0] not in (None, drafter)]:
+        del table[key]
+
+
 class Launch(NamedTuple):
     """Cycle to run."""
 

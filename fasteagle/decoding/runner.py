@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fasteagle.config import HeadConfig
 from fasteagle.decoding.cycle import EAGER, Pieces, Proposal, decode_cycle, finish, select
-from fasteagle.decoding.launch import Capture, Done, Launch, may_be_shorter
+from fasteagle.decoding.launch import Capture, Done, Launch, drop_others, may_be_shorter, variant_of
 from fasteagle.decoding.together import verify_together
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.draft_head import DraftOps, HeadDrafter, RankingDrafter, under_mask
@@ -35,8 +35,9 @@ Draft = Callable[[DecodeState, Drafter | None, CycleSpec], Proposal]
 class Runner:
     """Runner that launches one cycle at a time; `read` waits for it.
 
-    `compiled` are pieces to use for a drafter and a spec instead of the `usual` ones. Where the
-    runner `defers`, a launched cycle is `waiting` until `run_together` has run it.
+    `compiled` are pieces to use for a drafter and its siblings, and a spec, instead of the `usual`
+    ones; runners of siblings share them. Where the runner `defers`, a launched cycle is `waiting`
+    until `run_together` has run it.
     """
 
     waits = False  # whether the engine yields before it reads a cycle: others may run meanwhile
@@ -63,8 +64,12 @@ class Runner:
 
     def adopt(self, drafter: Drafter) -> None:
         """Let a drafter, whose cycles come next, draft by the backend's operations."""
-        drop_others(self.compiled, drafter)
+        drop_others(self.compiled, drafter.origin)
         self.backend.adopt(drafter)
+
+    def share_compiled(self, other: Runner) -> None:
+        """Use what the runner `other` of a sibling engine has compiled and will compile."""
+        self.compiled = other.compiled
 
     def use_compiled(self, compiled: Mapping[tuple[Drafter | None, CycleSpec], Pieces]) -> None:
         """Run these variants of the cycle by these pieces from now on."""
@@ -162,7 +167,7 @@ class Runner:
 
     def pieces(self, spec: CycleSpec, drafter: Drafter | None) -> Pieces:
         """Return compiled or usual pieces, which on CPUs draft no padding."""
-        pieces = self.compiled.get((drafter, spec), self.usual)
+        pieces = self.compiled.get(variant_of(drafter, spec), self.usual)
         if not self._on_cpu:
             return pieces
         if spec.shape is None:
@@ -390,9 +395,3 @@ class Backend:
         with contextlib.suppress(Exception):
             return None if self._advice is None else self._advice(head)
         return None
-
-
-def drop_others(table: dict[Any, Any], drafter: Drafter) -> None:
-    """Drop what a table has of other drafters, whose draft heads its keys keep in memory."""
-    for key in [key for key in table if key[0] not in (None, drafter)]:
-        del table[key]

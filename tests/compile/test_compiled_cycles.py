@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
+from fasteagle.batch import Batch
 from fasteagle.compile import tree_attention
 from fasteagle.compile.blocks import BlockCompiler, compile_now, missing_compiler
 from fasteagle.compile.cycles import CycleCompiler
@@ -92,6 +95,33 @@ def test_compiled_pieces_are_the_eager_ones(target, algorithm, params):
             assert engine.stats.path_lengths == eager.stats.path_lengths
             text += [*expected, *PROMPT * (turn + 1)]
     assert len(engine.cached) > 380
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_answers_beside_each_other_share_compiled_pieces(target):
+    """No value of a sibling's state or drafter was compiled in."""
+    head = random_head(target)
+    engine = Engine(target, 512, drafter=EagleDrafter(head, TREE, 512))
+    jobs = [(PROMPT, 30), (PROMPT[:5], 20), ([7, 8, 9] * 20, 25)]
+    params = [SamplingParams(0.8, seed=seed) for seed in range(3)]
+    expected = [answer(engine, *job[:1], params[i], job[1]) for i, job in enumerate(jobs)]
+    assert compile_now(engine, params[0])
+    several, texts = Batch(engine, 3), {i: [] for i in range(3)}
+    for i, (prompt, n) in enumerate(jobs):
+        start = functools.partial(
+            Engine.generate, prompt=prompt, params=params[i], max_new_tokens=n
+        )
+        several.begin(i, prompt, len(prompt) + n, start)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        while several.running:
+            for i, new in several.step():
+                assert new is None or isinstance(new, list), new
+                texts[i] += new or []
+    assert [*texts.values()] == expected
+    spec = engine.spec(TREE, SamplingMode(greedy=False))
+    used = {own.runner.pieces(spec, own.drafter).draft for own in several.engines}
+    assert len(several.engines) == 3 and len(used) == 1 and EAGER.draft not in used
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from fasteagle.drafting.base import Tuning
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.drafting.ladder import DEFAULT_RANKS
+from fasteagle.drafting.lookup import Lookup
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.drafting.static_tree import StaticTreeDrafter
 from fasteagle.errors import FasteagleError
@@ -46,7 +47,7 @@ def drafters(head, max_seq_len=256):
         EagleDrafter(head, TreeShape(2, 1, 2), max_seq_len),
         EagleDrafter(head, TreeShape(4, 2, 10), max_seq_len),
         StaticTreeDrafter(head, max_seq_len),
-        NgramDrafter(4),
+        NgramDrafter(4, Lookup(device=head.fc.weight.device)),
         FusedDrafter(head, FusedShape(3, 3, 9, 8), max_seq_len),
         FusedDrafter(head, FusedShape(0, 1, 8, 8), max_seq_len),
     ]

@@ -223,6 +223,17 @@ def test_an_answer_waits_for_one_part_of_a_compilation_only(cuda, engine):
     assert engine.runner.captured == 1 and prepared < ended[2]
 
 
+def test_what_is_compiled_replaces_the_graphs_of_siblings(cuda, engine):
+    sibling = engine.sibling()
+    for own in (engine, sibling):
+        own.prepare(SamplingParams())
+    counted = mock.Mock(side_effect=EAGER.finish)
+    pieces = EAGER._replace(finish=counted)
+    engine.runner.use_compiled({(None, engine.spec(None, SamplingMode())): pieces})
+    sibling.prepare(SamplingParams())
+    assert counted.called and sibling.runner.captured == 1
+
+
 def test_a_cache_of_another_size_at_the_same_address_is_another(cuda, engine):
     spec = engine.spec(None, SamplingMode())
 

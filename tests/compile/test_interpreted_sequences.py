@@ -171,6 +171,19 @@ def test_rows_and_blocks_of_a_pass(sizes, kernels_on_cpu):
         assert not rows[start:].any()
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_rows_of_no_sequence_read_no_cache(fused, kernels_on_cpu):
+    """Kernels are launched so, to be compiled: the table has no address yet."""
+    own = one(3, 70, 2, G=1, group=2, E=32, int8=False, dtype=HALF)
+    before = own.member.rows.clone()
+    table = torch.zeros(2, 9, dtype=torch.long)
+    block = block_of(4, 2, 2)
+    sequences = sequence_kernels.empty(table, 4, 64, sequence_kernels.n_blocks(4, 2, 2, block))
+    y = together([own], 4, 2, sequences, 2, 32, HALF, None, fused, 0)
+    assert not y.any()
+    assert torch.equal(own.member.rows.view(torch.uint8), before.view(torch.uint8))
+
+
 def neighbour(table: Tensor, fields: list[int]) -> Tensor:
     table[:2, fields] = table[:2, fields].flip(0)
     return table
