@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fasteagle import sampling
 from fasteagle.options import SamplingParams
@@ -33,6 +34,30 @@ def top_p_threshold(probs, top_p, looks=True):
     """Threshold from the likeliest tokens where they decide; else, as on CUDA, by a search."""
     with mock.patch.object(sampling, "_may_look", lambda x: looks):
         return sampling.top_p_threshold(probs, torch.tensor(top_p))
+
+
+class Largest(TorchDispatchMode):
+    """Notes the size of the largest tensor that an operation makes."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.numel = max(self.numel, out.numel())
+        return out
+
+
+def test_a_search_for_top_p_takes_little_memory_unless_it_is_compiled():
+    """Digits of one bit find the threshold that digits of four bits do."""
+    probs = random_logits(rows=7, vocab=500).softmax(-1)
+    probs[0], probs[1, 3:] = 1.0, 0.0
+    weights = probs / probs.amax(-1, keepdim=True)
+    with Largest() as made:
+        found = top_p_threshold(weights, 0.9, looks=False)
+    assert made.numel == weights.numel()
+    with mock.patch.object(torch.compiler, "is_compiling", lambda: True):
+        assert torch.equal(found, top_p_threshold(weights, 0.9, looks=False))
 
 
 def random_logits(rows=5, vocab=200, scale=3.0, seed=0):
