@@ -109,3 +109,27 @@ def test_drafting_that_takes_longer_than_was_measured_rests():
     assert sorted(gains)[1] > 0.94
     while company.next_shape is None:  # it tries again
         machine.run_together(company, 8, 8)
+
+
+def test_drafting_comes_back_within_a_few_passes_after_a_rest():
+    """A text that was hard to draft becomes easy: passes before the rest count little then."""
+    gains = []
+    for seed in range(3):
+        company = Company()
+        company.follow(policy_of(CARD, *SIZES))
+        Machine(CARD, 0.02, seed).run_together(company, 4, 4000)
+        company._rests.left = min(company._rests.left, 1)
+        gains.append(Machine(CARD, 0.9, seed).run_together(company, 4, 800))
+    assert sorted(gains)[1] > 1.2
+
+
+def test_times_of_other_code_are_forgotten():
+    """Passes become faster where compiled code replaces other code, and costs are measured anew."""
+    slow = dataclasses.replace(CARD, passes={T: 4 * ms for T, ms in CARD.passes.items()})
+    company = Company()
+    company.follow(policy_of(slow, *SIZES))
+    Machine(slow, 0.8).run_together(company, 4, 4000)
+    before = company._speed_of(4, None)
+    company.follow(policy_of(CARD, *SIZES))
+    Machine(CARD, 0.8).run_together(company, 4, 60)
+    assert company._speed_of(4, None) > 3 * before

@@ -10,11 +10,14 @@ import torch
 from safetensors.torch import load_file
 
 from fasteagle.config_hf import head_from_hf
-from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.drafting.draft_head import Prediction, RankingDrafter
+from fasteagle.drafting.eagle import EagleDrafter, expand
 from fasteagle.drafting.static_tree import StaticTreeDrafter, check_paths
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.heads.read import load_head
 from fasteagle.model import KVCache, Transformer, causal_mask
+from fasteagle.options import SamplingParams
+from fasteagle.sampling import SamplingMode, gumbel_noise
 from fasteagle.tree import PAPER_TREE, DraftTree, TreeShape, ancestor_mask
 from helpers import empty_state, pairs, propose, random_head, random_target, tiny_config
 
@@ -105,6 +108,31 @@ def assert_tree(tree: DraftTree, t, name: str, seq_len: int) -> None:
     positions = t[f"{name}.tree_position_ids"]
     offset = 0 if positions.min() == 0 else seq_len
     assert (depths + offset).tolist() == positions.tolist()
+
+
+class Indifferent(RankingDrafter):
+    """Draft head to which all tokens are equally likely: only the target's noise ranks them."""
+
+    noise, target_ids = "shared", torch.arange(60)
+
+    def step(self, tokens, features, seq_len, level, paths, first):
+        return torch.zeros(len(tokens), 60), features
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_each_level_is_ranked_by_the_noise_of_its_own_position(k):
+    """The target adds the noise of position `seq_len + d` where it draws the token of depth d."""
+    state, kind = empty_state(random_target(tiny_config())), SamplingMode(greedy=False)
+    state.seq_len.fill_(20)
+    state.sampling.load(SamplingParams(1.0, seed=7))
+    prediction = Prediction(torch.zeros(1, 60), torch.zeros(1, 4))
+    pool = expand(Indifferent(), prediction, state, kind, 4, k)
+    noise = gumbel_noise(state.sampling.seed, 20 + torch.arange(1, 5), torch.arange(60))
+    best = noise.topk(k, dim=1).indices.tolist()
+    assert pool.tokens[0, :k].tolist() == best[0]
+    for level in range(1, 4):
+        begin = k + (level - 1) * k * k
+        assert pool.tokens[0, begin : begin + k * k].tolist() == best[level] * k
 
 
 def test_paper_tree_has_its_level_sizes():

@@ -153,6 +153,14 @@ def test_a_lookup_apart_learns_for_itself():
     assert not one.last.any() and other.last.any()
 
 
+def test_another_text_teaches_nothing_of_the_last_proposal():
+    """Its slots are as many as a cycle commits, but the root's slot has another token."""
+    lookup = Lookup()
+    lookup.propose(*in_buffer([1, 2, 3, 1, 2]), 4)
+    lookup.propose(*in_buffer([1, 2, 3, 1, 3, 3, 1]), 4)
+    assert torch.equal(lookup.table, prior())
+
+
 # The drafter
 
 

@@ -16,7 +16,7 @@ from fasteagle.drafting.ladder import (
     ladder,
     ranks_of,
 )
-from fasteagle.drafting.pauses import LONGEST_PAUSE
+from fasteagle.drafting.pauses import FIRST_PAUSE, LONGEST_PAUSE, SETTLED, Pauses
 from fasteagle.drafting.policy import BLOCK, LOOKED_UP, REACH, Outcome, Policy, name
 from fasteagle.drafting.thresholds import Honesty
 from fasteagle.shapes import FusedShape, GatedChain, TreeShape
@@ -120,6 +120,29 @@ def test_pauses_become_longer_and_drafting_comes_back():
     machine = Machine(SLOW, 0.9)
     machine.run(policy, 3000)
     assert machine.run(policy, 500) > 1.5
+
+
+def test_drafting_comes_back_within_a_few_cycles_after_a_pause():
+    """A text that was hard to draft becomes easy: cycles before the pause count little then."""
+    speeds = []
+    for seed in range(5):
+        policy = policy_of(QUIET)
+        Machine(QUIET, 0.1, seed).run(policy, 1500)
+        policy._pauses.left = min(policy._pauses.left, 1)
+        speeds.append(Machine(QUIET, 0.9, seed).run(policy, 120))
+    assert sorted(speeds)[2] > 1.2
+
+
+def test_the_first_pause_after_long_drafting_is_short_again():
+    pauses = Pauses()
+    for _ in range(4):
+        pauses.begin()
+        pauses.end()
+    assert pauses.length == 16 * FIRST_PAUSE
+    for _ in range(SETTLED + 1):
+        pauses.count()
+    pauses.begin()
+    assert pauses.left == FIRST_PAUSE
 
 
 @pytest.mark.parametrize(("gain", "drafts"), [(0.985, False), (1.1, True)])
@@ -242,6 +265,16 @@ def test_a_drafter_without_a_head_has_chains_of_looked_up_tokens():
     assert ladder(SLOW, DEFAULT_RANKS, CHAIN, 8) == [CHAIN]
 
 
+def test_a_text_that_repeats_raises_what_all_looked_up_chains_promise():
+    shapes = [TreeShape(3, 1, 3), TreeShape(7, 1, 7)]
+    table = Costs({1: 3.0, 2: 3.1, 8: 4.0}, {}, {}, 0.1, 0.1, 0.1)
+    policy = Policy(table, NGRAM_RANKS, shapes, head=False, lookup=True)
+    before = {shape: policy.accepted(shape) for shape in shapes}
+    for _ in range(20):
+        policy.learn(shapes[0], Outcome(3, 3, 3, ms=3.5))
+    assert policy.accepted(shapes[1]) > 1.5 * before[shapes[1]]
+
+
 @pytest.mark.parametrize("shape", [CHAIN, TreeShape(3, 2, 6)])
 def test_a_head_that_was_never_right_on_held_out_text_still_drafts(shape):
     ranks = ranks_of({"ranks": [[0.0, 0.0], [0.0, 0.0]]})
@@ -286,6 +319,8 @@ def test_costs_are_kept_as_json():
     for bad in ({**good, "passes": {"1": 2.0}}, {**good, "other": -1}, {**good, "lookup": "nan"}):
         with pytest.raises((ValueError, KeyError, TypeError)):
             Costs.from_json(bad)
+    with pytest.raises(ValueError, match="not a table of times"):
+        Costs.from_json({**good, "passes": {**good["passes"], "8": float("inf")}})
     with pytest.raises(KeyError):
         Costs.from_json({})
     assert TREES.plain == 10.5 and TREES.plain_rows == 1
