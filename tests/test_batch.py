@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 import time
 
@@ -11,6 +12,7 @@ import torch
 
 from fasteagle import batch
 from fasteagle.batch import Batch, NoRoomError
+from fasteagle.decoding import context
 from fasteagle.drafting.base import Tuning
 from fasteagle.drafting.costs import Costs
 from fasteagle.drafting.fused import FusedDrafter
@@ -331,3 +333,47 @@ def test_the_default_model_as_its_file_holds_it():
         )
     ]
     assert together(engine, 2, wanted) == alone(engine, wanted)
+
+
+def test_a_pass_that_failed_after_an_answer_was_given_up_is_not_the_next_ones():
+    engine = Engine(random_target(tiny_config()), 128)
+    job = [9, 10], SamplingParams(), 12
+    expected = alone(engine, [job])[0]
+    several, text = Batch(engine, 1), []
+    begin(several, 0, job)
+    several.step()
+    engine.runner.fail(RuntimeError("a broken pass"))
+    several.end(0)
+    begin(several, 1, job)
+    while several.running:
+        text += [token for _, new in several.step() for token in new or []]
+    assert text == expected
+
+
+def test_prompts_take_no_more_time_than_the_answers_meanwhile(monkeypatch):
+    """A part of a prompt takes as long as three passes: three passes lie between two parts."""
+    engine, seconds, parts = Engine(random_target(tiny_config()), 128), [0.0], []
+    monkeypatch.setattr(batch.time, "perf_counter", lambda: seconds[0])
+    monkeypatch.setattr(context, "PREFILL_CHUNK", 8)
+    several, passes = Batch(engine, 2), []
+    several.begin(0, [9, 10], 128, lambda own: own.generate([9, 10], SamplingParams(), 100))
+    several.step()
+    run, run_together = Engine._run, batch.run_together
+
+    def timed(own, *arguments):
+        parts.append(len(passes))
+        seconds[0] += 3.0
+        return run(own, *arguments)
+
+    def timed_together(runners):
+        passes.append(len(runners))
+        seconds[0] += 1.0
+        run_together(runners)
+
+    monkeypatch.setattr(Engine, "_run", timed)
+    monkeypatch.setattr(batch, "run_together", timed_together)
+    begin(several, 1, ([11] * 64, SamplingParams(), 2))
+    while len(parts) < 8:
+        several.step()
+    assert [after - before for before, after in itertools.pairwise(parts)] == [3] * 7
+    several.close()

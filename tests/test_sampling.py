@@ -158,6 +158,14 @@ def test_min_p_does_not_depend_on_the_order_of_sums():
     assert torch.equal(torch.cat(alone), together)
 
 
+def test_the_only_allowed_token_is_drawn_whatever_its_noise():
+    """The hash of this token rounds to 1, where the noise of an unbounded logarithm is -inf."""
+    logits = torch.full((1, 2**18), float("-inf"))
+    logits[0, 208526] = 0.0
+    drawn = draw(logits, torch.tensor([209]), SamplingParams(1.0, seed=0))
+    assert drawn.tolist() == [208526]
+
+
 def test_noise_is_standard_gumbel():
     noise = gumbel_noise(1234, torch.arange(64), torch.arange(4096)).flatten().double()
     assert abs(noise.mean() - 0.57722) < 0.01

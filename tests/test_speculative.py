@@ -371,3 +371,15 @@ def test_the_whole_cycle_is_one_graph_whatever_the_length(target, head, names, p
             torch.compiler.set_stance("fail_on_recompile")
         torch.compiler.set_stance("default")
     torch._dynamo.reset()
+
+
+def test_padding_of_a_short_path_is_not_penalized():
+    """It is token 0, which neither the prompt nor the answer has."""
+    target = random_target(tiny_config())
+    engine = Engine(target, 256, drafter=NgramDrafter(4))
+    prompt = [5, 6, 7, 8, 5, 6, 7, 8, 5, 6]
+    params = SamplingParams(repetition_penalty=1.2)
+    tokens = [t for new in engine.generate(prompt, params, 40) for t in new]
+    seen = set(engine.state.seen[0].nonzero().flatten().tolist())
+    assert engine.stats.drafted > engine.stats.accepted
+    assert 0 not in {*prompt, *tokens} and seen == {*prompt, *tokens}
