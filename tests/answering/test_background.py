@@ -61,6 +61,9 @@ def test_the_thread_measures_and_the_next_answer_follows_the_plan(
     with preparation.answering(GREEDY):
         assert generated(engine) == expected
     assert "[tuned in " in capsys.readouterr().err
+    with preparation.answering(GREEDY):
+        pass
+    assert capsys.readouterr().err == ""  # nothing is told twice
     assert engine.drafter.tuning.path.exists()
 
 

@@ -157,3 +157,14 @@ def test_the_drafter_is_shown_what_it_has_not_seen_when_it_was_kept(target):
     answer(engine, text(2), cache)
     cache.turn_to(engine, [*whole, 9])
     assert (engine.shown, engine.cached) == (shown, whole)
+
+
+def test_a_sequence_that_is_stored_already_counts_as_used(target):
+    """Two engines share the cache: the one that leaves its sequence last has used it last."""
+    one, other = Engine(target, 512), Engine(target, 512)
+    cache = PrefixCache(2 * 119 * BYTES_OF_TOKEN)
+    for engine, seed in ((one, 1), (one, 2), (one, 1), (other, 3), (other, 4), (one, 5)):
+        answer(engine, text(seed), cache)
+    answer(other, text(6), cache)  # its present sequence takes a place
+    answer(one, text(1), cache)
+    assert one.stats.cached_tokens >= 99

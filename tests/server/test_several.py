@@ -29,7 +29,9 @@ from conftest import (
     until,
 )
 from fasteagle.answering.grammar import GrammarMask
+from fasteagle.decoding.stats import Stats
 from fasteagle.generate import Engine
+from fasteagle.server import replies as server_replies
 
 AT_ONCE = "fasteagle:answers_per_pass_{}"
 
@@ -191,6 +193,24 @@ def test_what_lacks_memory_waits_and_nobody_overtakes_it(fresh, shorten, monkeyp
     assert begun == [1900, 4]
 
 
+def test_where_what_lacks_memory_leaves_the_next_one_begins(fresh, shorten, monkeypatch):
+    """Which may need less: it does not wait until an answer ends."""
+    slow_down(fresh, monkeypatch)
+    queue = fresh.server.queue
+    with busy(fresh, 2), concurrent.futures.ThreadPoolExecutor(2) as pool:
+        free = shorten()
+        large = body(n=1900, logit_bias={str(LETTER_ID): 100})
+        first = pool.submit(httpx.post, fresh.url + CHAT, json=large, timeout=2.0)
+        until(lambda: queue.n_waiting == 1)
+        second = pool.submit(post, fresh, body(n=4))
+        until(lambda: queue.n_waiting == 2)
+        free.set()
+        with pytest.raises(httpx.ReadTimeout):
+            first.result()
+        until(lambda: queue.n_waiting == 0)
+        assert second.result().status_code == 200 and queue.n_running == 2
+
+
 def test_where_nothing_runs_a_lack_of_memory_is_told(fresh, monkeypatch):
     monkeypatch.setattr(fasteagle.batch, "available_bytes", lambda device: 0)
     reply = post(fresh, body(n=1900))
@@ -249,3 +269,13 @@ def test_several_answers_leave_with_their_client(live, slow):
                 break
         assert live.server.queue.n_running == 3
     until(lambda: live.server.queue.n_running == 0, 0.5)
+
+
+def test_the_rate_of_several_answers_is_that_of_all_of_them():
+    """They ran beside each other: their tokens add up, their seconds do not."""
+    each = [
+        Stats(new_tokens=21, decode_seconds=2.0, ttft=0.5),
+        Stats(new_tokens=11, decode_seconds=1.0, ttft=0.4),
+    ]
+    both = server_replies.together(each)
+    assert (both.tok_s, both.ttft, both.decode_seconds) == (15.0, 0.4, 2.0)
