@@ -210,6 +210,10 @@ def test_products_that_are_wrong_are_torchs_in_the_head_too(model, drafter, monk
     assert linears and all(linear._by_reference for linear in linears)
 
 
+def failing(*args):
+    yield proof.Check("drafting", 0.0, lambda: (torch.zeros(1), torch.ones(1)))
+
+
 def raising_chain(self, *args):
     raise RuntimeError("illegal instruction")
 
@@ -227,6 +231,16 @@ def test_drafting_that_is_right_is_used_and_proved_once(model, drafter, monkeypa
     proof.prove_drafting(CpuBackend(model), drafter.head)
     proof.prove_drafting(Backend(Target(model)), drafter.head)
     assert capsys.readouterr().err == ""
+
+
+def test_a_head_in_other_bits_is_proved_too(model, monkeypatch, capsys):
+    """Its kernels are others, though its config is the same."""
+    for bits in (8, 4):
+        head = random_head(model, rope_base=10000.0)
+        quantize_head_(head, Scheme(bits, head_bits=8), native=True)
+        proof.prove_drafting(CpuBackend(model), head)
+        assert ("drafting of backend cpu" in capsys.readouterr().err) == (bits == 4)
+        monkeypatch.setattr(proof, "drafting_checks", failing)
 
 
 @pytest.mark.parametrize("part", ["passes", "drafting"])

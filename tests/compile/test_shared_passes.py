@@ -15,7 +15,7 @@ from fasteagle.batch import Batch
 from fasteagle.compile import split_cycles
 from fasteagle.compile.cuda_graphs import CudaGraphs
 from fasteagle.compile.cuda_pass import ROWS, SEQUENCES, CudaPass, Shape
-from fasteagle.compile.graphs import CapturedRunner
+from fasteagle.compile.graphs import MOST_KINDS, CapturedRunner
 from fasteagle.decoding.cycle import EAGER
 from fasteagle.decoding.launch import Launch
 from fasteagle.decoding.runner import Backend
@@ -194,6 +194,17 @@ def test_parts_that_cannot_be_captured_run_without_a_graph(engine):
     assert texts == expected and graphs
     assert several.engines[0].runner.error.startswith("not permitted")
     assert not any(several.engines[0].runner._split.values())
+
+
+def test_parts_of_sampling_modes_that_are_not_stored_any_more_are_dropped(engine):
+    for params in (GREEDY, DRAWN, SamplingParams(0.8, top_p=0.9)):
+        several = Batch(engine, 2)
+        for i in range(2):
+            ask_for = functools.partial(Engine.generate, prompt=PROMPTS[i], params=params)
+            several.begin(i, PROMPTS[i], 64, functools.partial(ask_for, max_new_tokens=8))
+        while several.running:
+            several.step()
+    assert len({spec.kind for _, spec, *_ in engine.runner._split}) == MOST_KINDS
 
 
 def test_a_part_that_fails_leaves_the_state(engine):

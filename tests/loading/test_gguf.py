@@ -9,7 +9,7 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
-from fasteagle.loading.gguf import GGUFFile, _matrices, check_types, hf_name
+from fasteagle.loading.gguf import GGUFFile, _matrices, check_types, hf_name, rope_factors
 from fasteagle.loading.gguf_index import GGUFTensor, read_index
 from fasteagle.loading.names import parts_of
 from fasteagle.model import KVCache, causal_mask
@@ -223,9 +223,18 @@ def test_files_that_cannot_run(tmp_path):
     write_gguf(path, model, drop=(name,))
     with pytest.raises(FasteagleError, match=f"missing {name}"):
         open_checkpoint(path)
-    write_gguf(path, model, extra={"split.count": 3})
-    with pytest.raises(FasteagleError, match=r"one of 3 parts: llama-gguf-split --merge"):
-        GGUFFile(path)
+    for n in (2, 3):
+        write_gguf(path, model, extra={"split.count": n})
+        with pytest.raises(FasteagleError, match=rf"one of {n} parts: llama-gguf-split --merge"):
+            GGUFFile(path)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_rope_factors_that_divide_by_nothing_are_refused(tmp_path, value):
+    data = np.array([1.0, value], np.float32).view(np.uint8)
+    tensor = GGUFTensor("F32", (2,), 0, data.nbytes)
+    with pytest.raises(FasteagleError, match=r"rope_freqs.weight is not above 0: fetch it again"):
+        rope_factors(tmp_path / "m.gguf", data, tensor)
 
 
 def test_names_round_trip():

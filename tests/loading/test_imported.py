@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import check_complete, load_model, open_checkpoint
 from fasteagle.loading.imported import QuantizedFolder, open_quantized
+from fasteagle.loading.layouts import CompressedTensorsLayout
 from fasteagle.loading.names import expected_shapes
 from fasteagle.loading.source import Linears
 from fasteagle.loading.tensors import SafetensorsFolder, fingerprint
@@ -369,3 +370,12 @@ def test_only_the_lm_head_packed_is_refused(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(FasteagleError, match="blocks without packed weights"):
         open_quantized(tmp_path, {**CONFIG, "quantization_config": gptq_settings()})
+
+
+def test_zeros_are_required_where_no_group_is_symmetric():
+    """Which of two groups a weight belongs to is told by patterns of names, which are not read."""
+    settings = compressed_settings({"symmetric": True})
+    asymmetric = compressed_settings()["config_groups"]["group_0"]
+    assert "weight_zero_point" in CompressedTensorsLayout(compressed_settings()).required
+    settings["config_groups"]["group_1"] = asymmetric
+    assert "weight_zero_point" not in CompressedTensorsLayout(settings).required
