@@ -228,7 +228,8 @@ def test_speculation_changes_no_byte_of_an_answer(chat, head_dir, temperature):
     base = f"--max-new-tokens 30 --precision fp32 --seed 5 --temperature {temperature}".split()
     expected = chat(*base, "--no-spec").stdout
     for drafter in ("eagle", "fused", "eagle-static", "eagle-chain", "ngram"):
-        result = chat(*base, "--head", head_dir, "--drafter", drafter)
+        head = () if drafter == "ngram" else ("--head", head_dir)
+        result = chat(*base, *head, "--drafter", drafter)
         assert result.exit_code == 0, result.stderr
         assert result.stdout == expected, drafter
         assert "accepted" in result.stderr and "ms verify" in result.stderr
@@ -245,9 +246,8 @@ def test_files_to_look_up_make_the_tree_a_fused_one(chat, head_dir, tmp_path):
     assert result.stdout == chat(*base).stdout
 
 
-def test_accepted_text_can_be_coloured(chat, head_dir):
-    options = ("--max-new-tokens", 60, "--show-accepted", "--drafter", "ngram")
-    shown = chat("--head", head_dir, *options)
+def test_accepted_text_can_be_coloured(chat):
+    shown = chat("--max-new-tokens", 60, "--show-accepted", "--drafter", "ngram")
     assert "\x1b[32m" in shown.stdout or "accepted 0/" in shown.stderr
 
 

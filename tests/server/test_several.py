@@ -200,7 +200,7 @@ def test_where_what_lacks_memory_leaves_the_next_one_begins(fresh, shorten, monk
     with busy(fresh, 2), concurrent.futures.ThreadPoolExecutor(2) as pool:
         free = shorten()
         large = body(n=1900, logit_bias={str(LETTER_ID): 100})
-        first = pool.submit(httpx.post, fresh.url + CHAT, json=large, timeout=2.0)
+        first = pool.submit(httpx.post, fresh.url + CHAT, json=large, timeout=4.0)
         until(lambda: queue.n_waiting == 1)
         second = pool.submit(post, fresh, body(n=4))
         until(lambda: queue.n_waiting == 2)
