@@ -155,13 +155,15 @@ class CudaBackend(Backend):
 
     def adopt(self, drafter: Drafter) -> None:
         super().adopt(drafter)
-        if not isinstance(drafter, EagleDrafter) or not self.drafts_together(drafter.head):
+        if not isinstance(drafter, EagleDrafter) or not self.drafts_together(drafter):
             self._draft = None
         elif self._draft is None or self._draft.head is not drafter.head:
             self._draft = CudaDraft(drafter.head)
 
-    def drafts_together(self, head: EagleHead) -> bool:
-        return self.shares_passes and self._attends_head(head) and fits(head.block)
+    def drafts_together(self, drafter: Drafter) -> bool:
+        if not isinstance(drafter, EagleDrafter) or not self.shares_passes:
+            return False
+        return self._attends_head(drafter.head) and fits(drafter.head.block)
 
     def draft_together(
         self, runners: Sequence[Runner], launches: Sequence[Launch]

@@ -14,7 +14,7 @@ import copy
 import dataclasses
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -22,8 +22,9 @@ from torch import Tensor
 
 from fasteagle.compile.cuda_blocks import MAX_ROWS
 from fasteagle.compile.cuda_pass import SEQUENCES, SharedCache, at_least, cache_numbers, send
-from fasteagle.compile.split_cycles import lasting
+from fasteagle.compile.split_cycles import SharedRuns
 from fasteagle.decoding.launch import Capture, Launch
+from fasteagle.drafting.draft_head import Prediction
 from fasteagle.drafting.eagle import EagleDrafter, expand
 from fasteagle.model import EagleHead
 from fasteagle.sampling import SamplingMode, SamplingTensors
@@ -33,6 +34,9 @@ from fasteagle.tree import Pool
 
 if TYPE_CHECKING:  # at run time only where Triton is: on CUDA
     from fasteagle.compile.kernels.sequence_kernels import Sequences
+
+
+Texts = Sequence[tuple[DecodeState, EagleDrafter]]
 
 
 class Variant(NamedTuple):
@@ -74,7 +78,7 @@ class SharedDraft:
             _Rows(drafter, self._table, n, variant.n_slots) for n in (W, variant.topk)
         )
 
-    def load(self, texts: Sequence[tuple[DecodeState, EagleDrafter]]) -> None:
+    def load(self, texts: Texts) -> None:
         """Let the next run draft for these texts, whose draft caches must live until its end."""
         n, W = len(texts), self._variant.width
         states = [state for state, _ in texts]
@@ -97,25 +101,25 @@ class SharedDraft:
 
     def compute(self) -> Pool:
         """Return candidates [B, P] of the loaded texts; those of missing texts are arbitrary."""
-        drafter, variant = self._drafter, self._variant
-        tokens, features = self._tokens.flatten(), self._features.flatten(0, 1)
+        variant = self._variant
+        prediction = self._extended()
+        return expand(self._drafter, prediction, self, variant.kind, variant.levels, variant.topk)
+
+    def _extended(self) -> Prediction:
+        """Run the pending pairs; the level's rows come next."""
+        drafter, pairs = self._drafter, (self._tokens.flatten(), self._features.flatten(0, 1))
         drafter.cache = self._pairs.cache  # type: ignore[assignment]
-        prediction = drafter.extend(Committed(tokens, features, self._count), self.seq_len)
+        prediction = drafter.extend(Committed(*pairs, self._count), self.seq_len)
         drafter.cache = self._level.cache  # type: ignore[assignment]
-        return expand(drafter, prediction, self, variant.kind, variant.levels, variant.topk)
+        return prediction
 
     def launch_all(self) -> None:
         """Launch every kernel over no texts; indices are computed from no result."""
         drafter, variant = self._drafter, self._variant
         k, n_rows = variant.topk, variant.topk * variant.n_texts
-        tokens, features = self._tokens.flatten(), self._features.flatten(0, 1)
-        drafter.cache = self._pairs.cache  # type: ignore[assignment]
-        prediction = drafter.extend(Committed(tokens, features, self._count), self.seq_len)
-        drafter.cache = self._level.cache  # type: ignore[assignment]
-        tokens, features = (
-            self.seq_len.new_zeros(n_rows),
-            prediction.feature.repeat_interleave(k, 0),
-        )
+        prediction = self._extended()
+        tokens = self.seq_len.new_zeros(n_rows)
+        features = prediction.feature.repeat_interleave(k, 0)
         paths = torch.zeros(n_rows, 1, dtype=torch.int32, device=tokens.device)
         level = drafter.step(tokens, features, self.seq_len, 0, paths, 0)
         for logits in (prediction.logits, level[0]):
@@ -155,8 +159,12 @@ class CudaDraft:
 
     def __init__(self, head: EagleHead) -> None:
         self.head = head
-        self._drafts: dict[Variant, tuple[SharedDraft, Callable[[], None], Pool]] = {}
-        self.is_captured = True  # False: a capture failed
+        self._runs: SharedRuns[Variant, Texts, Pool] = SharedRuns(_made)
+
+    @property
+    def is_captured(self) -> bool:
+        """Return whether no capture has failed."""
+        return self._runs.is_captured
 
     def __call__(
         self,
@@ -182,7 +190,7 @@ class CudaDraft:
                     continue
                 sized = variant._replace(n_texts=at_least(len(own), SEQUENCES))
                 texts = [(states[i], _eagle(launches[i])) for i in own]
-                pool = self._run(sized, texts, capture)
+                pool = self._runs(sized, texts, capture)
                 if len(all_of_it) > n:  # another run may have the same memory
                     pool = Pool(pool.tokens.clone(), pool.scores.clone(), pool.parents.clone())
                 pools |= {i: pool.of_text(j) for j, i in enumerate(own)}
@@ -213,28 +221,10 @@ class CudaDraft:
                 shared = SharedDraft(drafter, variant._replace(n_texts=n), state.features)
                 shared.launch_all()
 
-    def _run(
-        self,
-        variant: Variant,
-        texts: Sequence[tuple[DecodeState, EagleDrafter]],
-        capture: Capture | None,
-    ) -> Pool:
-        if variant not in self._drafts:
-            state, drafter = texts[0]
-            shared = SharedDraft(drafter, variant, state.features)
-            shared.load(texts)
-            if capture is None:
-                return shared.compute()
-            step, pool = lasting(shared.compute)
-            replay = capture(step, (None, variant))
-            self.is_captured = replay is not None
-            if replay is None:
-                return pool
-            self._drafts[variant] = shared, replay, pool
-        shared, replay, pool = self._drafts[variant]
-        shared.load(texts)
-        replay()
-        return pool
+
+def _made(variant: Variant, texts: Texts) -> SharedDraft:
+    state, drafter = texts[0]
+    return SharedDraft(drafter, variant, state.features)
 
 
 def _eagle(launch: Launch) -> EagleDrafter:

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fasteagle.compile.cuda_blocks import MAX_ROWS
-from fasteagle.compile.split_cycles import lasting
+from fasteagle.compile.split_cycles import SharedRuns
 from fasteagle.decoding.cycle import EAGER, Proposal
 from fasteagle.decoding.launch import Capture
 from fasteagle.decoding.together import groups, split
@@ -154,8 +154,15 @@ class CudaPass:
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        self._passes: dict[Shape, tuple[SharedPass, Callable[[], None], Output]] = {}
-        self.is_captured = True  # False: a capture failed
+        self._runs: SharedRuns[Shape, Sequence[Member], Output] = SharedRuns(self._made)
+
+    def _made(self, shape: Shape, members: Sequence[Member]) -> SharedPass:
+        return SharedPass(self._target, shape, members[0].rows)
+
+    @property
+    def is_captured(self) -> bool:
+        """Return whether no capture has failed."""
+        return self._runs.is_captured
 
     def __call__(
         self,
@@ -201,25 +208,8 @@ class CudaPass:
             aux_layers=states[0].aux_layers,
         )
         members = [Member.of(*pair) for pair in zip(states, proposals, strict=True)]
-        if shape not in self._passes:
-            shared = SharedPass(self._target, shape, members[0].rows)
-            shared.load(members)
-            if capture is None:
-                return _first_rows(shared.compute(), sum(sizes))
-            step, output = lasting(shared.compute)
-            replay = capture(step, (None, shape))
-            self.is_captured = replay is not None
-            if replay is None:
-                return _first_rows(output, sum(sizes))
-            self._passes[shape] = shared, replay, output
-        shared, replay, output = self._passes[shape]
-        shared.load(members)
-        replay()
-        return _first_rows(output, sum(sizes))
-
-
-def _first_rows(output: Output, n: int) -> Output:
-    return Output(*(each if each is None else each[:n] for each in output))
+        output = self._runs(shape, members, capture)
+        return Output(*(each if each is None else each[: sum(sizes)] for each in output))
 
 
 def at_least(n: int, steps: Sequence[int]) -> int:

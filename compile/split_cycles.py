@@ -6,11 +6,12 @@ Shapes: T tree rows, V vocabulary, D model dim, R auxiliary layers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from fasteagle.decoding import launch
 from fasteagle.decoding.cycle import Pieces, Proposal
 from fasteagle.drafting.base import Drafter
 from fasteagle.model import Output, Target
@@ -19,7 +20,11 @@ from fasteagle.tree import Pool
 
 # Captures a step and returns the function that replays it.
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
+Variant = TypeVar("Variant")
 Result = TypeVar("Result")
+Inputs = TypeVar("Inputs")
+Read = TypeVar("Read", contravariant=True)
+Made = TypeVar("Made", covariant=True)
 
 
 def lasting(make: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
@@ -38,6 +43,43 @@ def lasting(make: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
             place.copy_(tensor)
 
     return step, own
+
+
+class Shared(Protocol[Read, Made]):
+    """Work over tensors of several sequences, which `load` says."""
+
+    def load(self, inputs: Read, /) -> None: ...
+
+    def compute(self) -> Made: ...
+
+
+class SharedRuns(Generic[Variant, Inputs, Result]):
+    """Work that several sequences share, captured once for each variant that was needed."""
+
+    def __init__(self, make: Callable[[Variant, Inputs], Shared[Inputs, Result]]) -> None:
+        self._make = make
+        self._runs: dict[Variant, tuple[Shared[Inputs, Result], Callable[[], None], Result]] = {}
+        self.is_captured = True  # False: a capture failed
+
+    def __call__(
+        self, variant: Variant, inputs: Inputs, capture: launch.Capture | None = None
+    ) -> Result:
+        """Return the result over `inputs`; where it is replayed, the next call overwrites it."""
+        if variant not in self._runs:
+            shared = self._make(variant, inputs)
+            shared.load(inputs)
+            if capture is None:
+                return shared.compute()
+            step, result = lasting(shared.compute)
+            replay = capture(step, (None, variant))
+            self.is_captured = replay is not None
+            if replay is None:
+                return result
+            self._runs[variant] = shared, replay, result
+        shared, replay, result = self._runs[variant]
+        shared.load(inputs)
+        replay()
+        return result
 
 
 class SplitCycle(NamedTuple):

@@ -15,7 +15,6 @@ from fasteagle.decoding.context import common_prefix
 from fasteagle.decoding.runner import run_together
 from fasteagle.device import available_bytes, unless_short
 from fasteagle.drafting.company import Company
-from fasteagle.drafting.draft_head import HeadDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 
@@ -192,9 +191,7 @@ class Batch(Generic[Key, Item]):
         if first is None:
             return
         self._company.follow(first.policy)
-        head = first.head if isinstance(first, HeadDrafter) else None
-        own = self.engines[0].backend
-        self._company.drafts_together = head is not None and own.drafts_together(head)
+        self._company.drafts_together = self.engines[0].backend.drafts_together(first)
         shares = len(self._running) > 1 and first.tuning is not None
         for run in self._running.values():
             drafter = run.engine.drafter

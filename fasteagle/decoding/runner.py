@@ -296,8 +296,8 @@ class Backend:
         pairs = zip(runners, launches, strict=True)
         return [runner.draft(launch) for runner, launch in pairs]
 
-    def drafts_together(self, head: EagleHead) -> bool:
-        """Return whether one run of a draft head serves the cycles of several engines."""
+    def drafts_together(self, drafter: Drafter) -> bool:
+        """Return whether one run of its draft head serves the cycles of several engines."""
         return False
 
     def launch_shared(
