@@ -40,16 +40,22 @@ struct Best {
     return b;
   }
 
-  // Merges the best of later logits into this.
-  void add(const Best& o) {
-    const bool larger = o.value > value;
-    const float most = larger ? o.value : value;
-    if (most == -std::numeric_limits<float>::infinity()) return;
-    total = total * std::exp(value - most) + o.total * std::exp(o.value - most);
-    if (larger) index = o.index;
-    value = most;
+  // Returns the best of all parts of some logits.
+  static Best of_parts(std::span<const Best> parts) {
+    Best b = parts[0];
+    for (const Best& part : parts)
+      if (part.value > b.value) b = part;
+    b.total = 0.0f;
+    for (const Best& part : parts) b.total += part.total * std::exp(part.value - b.value);
+    return b;
   }
 };
+
+// Columns of one sum of a row of logits: fixed, so that the sum does not depend on the number of
+// threads.
+constexpr int64_t LOGITS_OF_SUM = 512;
+
+inline int64_t sums_of(int64_t columns) { return (columns + LOGITS_OF_SUM - 1) / LOGITS_OF_SUM; }
 
 // Weights of a draft head. EAGLE-1: x = fc(embedding, feature); a layer for multi-token prediction
 // norms both. EAGLE-3: x is the feature, and the block's first product reads norm(embedding),
@@ -99,7 +105,7 @@ struct Chains {
   const int64_t* target_ids;
   float *turns, *entry, *logits;  // [2, rows, E], [rows, 2 D], [texts, draft vocabulary]
   Activations joined, said;
-  Best* bests;  // [threads, texts]
+  Best* bests;  // [texts, sums]
 
   float* x(int64_t row) const { return pass.x + row * pass.D; }
 
@@ -145,19 +151,20 @@ struct Chains {
     const int64_t N = head.lm_head.h.N, n = going.size();
     products(me, head.lm_head, said, (uint8_t*)pass.own_scratch(me), n, logits, N, false);
     me.team.barrier();
-    const auto [begin, end] = me.share(head.lm_head.column_blocks);
-    const int64_t first = begin * COLUMNS, last = std::min(end * COLUMNS, N);
+    const int64_t sums = sums_of(N);
+    const auto [begin, end] = me.share(sums);
     for (int64_t i = 0; i < n; i++) {
       Noise noise = texts[going[i]].noise;
       noise.at(texts[going[i]].seq_len + level + 1);
-      if (noise.temperature > 0) noise.add(logits + i * N, target_ids, first, last);
-      bests[me.id * n + i] = Best::of(logits + i * N, first, last);
+      for (int64_t part = begin; part < end; part++) {
+        const int64_t first = part * LOGITS_OF_SUM, last = std::min(first + LOGITS_OF_SUM, N);
+        if (noise.temperature > 0) noise.add(logits + i * N, target_ids, first, last);
+        bests[i * sums + part] = Best::of(logits + i * N, first, last);
+      }
     }
     me.team.barrier();
-    for (int64_t i = 0; i < n; i++) {
-      best[i] = bests[i];
-      for (int id = 1; id < me.size; id++) best[i].add(bests[id * n + i]);
-    }
+    for (int64_t i = 0; i < n; i++)
+      best[i] = Best::of_parts({bests + i * sums, size_t(sums)});
   }
 
   // Runs the block over the rows of `sequences`, whose memory for attention is set here.

@@ -148,7 +148,6 @@ struct Head : torch::CustomClassHolder {
   template <class C>
   Chains<C> arranged(Scratch& scratch, std::vector<Text<C>>& texts,
                      const std::vector<Tensor>& features, int64_t depth) const {
-    const int threads = at::get_num_threads();
     const int64_t B = texts.size(), E = heads.E;
     int64_t n = 0, longest = 0;
     for (const Text<C>& text : texts) {
@@ -165,7 +164,7 @@ struct Head : torch::CustomClassHolder {
     const int64_t most = std::min<int64_t>(n, MAX_ROWS);
     const size_t more = Activations::bytes(most, 2 * D) + Activations::bytes(B, D) +
                         4 * size_t((n + B + 3 * most) * D + B * N + 2 * MAX_ROWS * E) +
-                        sizeof(Best) * threads * B + 1024;
+                        sizeof(Best) * sums_of(N) * B + 1024;
     arrange(pass, scratch, {&weights.block, 1}, most, longest, more);
     chains.joined = scratch.activations(most, 2 * D);
     chains.said = scratch.activations(B, D);
@@ -174,7 +173,7 @@ struct Head : torch::CustomClassHolder {
     chains.turns = scratch.take<float>(2 * MAX_ROWS * E);
     chains.entry = scratch.take<float>(most * 2 * D);
     chains.logits = scratch.take<float>(B * N);
-    chains.bests = scratch.take<Best>(threads * B);
+    chains.bests = scratch.take<Best>(B * sums_of(N));
     pass.entry = weights.eagle3 ? chains.entry : nullptr;
     chains.cos = tensors.cos.const_data_ptr<float>();
     chains.sin = tensors.sin.const_data_ptr<float>();

@@ -29,6 +29,7 @@ HEADS = {
     "eagle1": {},
     "eagle1 without bias": {"fc_bias": False},
     "eagle1, whole vocabulary": {"draft_ids": None},
+    "eagle1, large vocabulary": {"draft_ids": torch.arange(60, 1400), "vocab_size": 1400},
     "mtp": {"mtp": True, "fc_bias": False, "qkv_bias": True},
     "eagle3": {"algorithm": "eagle3"},
     "eagle3, normed": {"algorithm": "eagle3", "normed": True},
@@ -67,10 +68,10 @@ class Drafting(Backend):
 
 def make(name, dtype=torch.float32, depth=6):
     """A target, and a drafter whose head is in our kernels' layout."""
-    config = tiny_config(**SHAPE)
+    options = {"draft_ids": torch.arange(0, 60, 2), "algorithm": "eagle1"} | HEADS[name]
+    config = tiny_config(**SHAPE | {"vocab_size": options.pop("vocab_size", 60)})
     target = random_target(config).to(dtype)
     target.init_rope(512, "cpu")
-    options = {"draft_ids": torch.arange(0, 60, 2), "algorithm": "eagle1"} | HEADS[name]
     algorithm, normed = options.pop("algorithm"), options.pop("normed", False)
     changes = dict(norm_before_residual=True, norm_output=True) if normed else {}
     eagle3 = eagle3_of(algorithm, config, **changes)
@@ -250,6 +251,22 @@ def test_several_texts_draft_what_each_drafts_alone(name, pairs):
             assert torch.equal(cache[:, :, :written], reference[:, :, :written])
         assert min(seconds) > 0
     assert len({len(proposal.depths) for proposal in proposals}) > 1 or name == "mtp"
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_path_probabilities_do_not_depend_on_the_number_of_threads(name):
+    """Two calls may have different numbers: a loud machine makes the kernels leave a core free."""
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            texts = sequences(name, [(33, 20), (9, 9), (70, 1)])
+            for text in texts:
+                text.drafter.rule = even(0.0, 0.0)
+            found.append([p.promised for p in NativeDraft().together(texts)[0]])
+    finally:
+        torch.set_num_threads(before)
+    assert found[0] == found[1] == found[2]
 
 
 def test_texts_with_different_rules_are_drafted_by_their_own():
