@@ -104,12 +104,14 @@ def block_tensors(block: Block) -> BlockTensors:
 
 def expert_tensors(mlp: MLP | MoE) -> dict[str, Tensor]:
     """Return the tensors of a router and of a shared expert, by their names in `BlockTensors`."""
-    names = ("router", "routing", "shared_gate_up", "shared_down", "shared_gate")
+    names = ("router", "choice_bias", "routing", "shared_gate_up", "shared_down", "shared_gate")
     tensors = dict.fromkeys(names, torch.empty(0))
     if isinstance(mlp, MLP):
         return tensors
     config = mlp.config
     tensors["router"] = mlp.router.weight.detach().float()
+    if mlp.choice_bias is not None:
+        tensors["choice_bias"] = mlp.choice_bias.detach().float()
     tensors["routing"] = torch.tensor([config.top_k, config.weighs_chosen, config.scale]).double()
     if mlp.shared is not None:
         tensors["shared_gate_up"] = mlp.shared.gate_up.packed

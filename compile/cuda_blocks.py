@@ -370,7 +370,13 @@ def run_experts(
     )
     n_expert = gate_up.N // (2 * down.K)
     routing, shared = expert_kernels.route(
-        scores, n_expert, k, settings.renormalizes, settings.weight_scale, shares
+        scores,
+        n_expert,
+        k,
+        settings.renormalizes,
+        settings.weight_scale,
+        shares,
+        _or_none(tensors.choice_bias),
     )
     results = x.new_empty(k + shares, *x.shape)
     values, scales = expert_kernels.gated(normed, gate_up, routing, accumulate)

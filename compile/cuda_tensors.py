@@ -33,6 +33,7 @@ class BlockTensors(NamedTuple):
     shared_down: Tensor
     shared_down_params: Tensor
     router: Tensor  # [X, D] in fp32, and behind it the gate of the shared expert
+    choice_bias: Tensor  # [X] in fp32
 
 
 class PackedBlock(NamedTuple):
@@ -55,11 +56,12 @@ def tensors_of(block: Block) -> BlockTensors:
     attention, mlp = block.attention, block.mlp
     _pair_halves(mlp)
     bias, none = attention.qkv.bias, torch.empty(0)
-    shared, router = None, none
+    shared, router, choice_bias = None, none, none
     if isinstance(mlp, MoE):
         shared, gate = mlp.shared, mlp.shared_gate
         scored = [mlp.router.weight] if gate is None else [mlp.router.weight, gate.weight]
         router = torch.cat(scored).detach().float()
+        choice_bias = none if mlp.choice_bias is None else mlp.choice_bias.detach().float()
     return BlockTensors(
         attention_norm=_scale(block.attention_norm),
         qkv=attention.qkv.words,
@@ -79,6 +81,7 @@ def tensors_of(block: Block) -> BlockTensors:
         shared_down=none if shared is None else shared.down.words,
         shared_down_params=none if shared is None else shared.down.params,
         router=router,
+        choice_bias=choice_bias,
     )
 
 

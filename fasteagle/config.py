@@ -28,7 +28,8 @@ class Llama3RopeScaling:
 class MoEConfig:
     """Experts of a block, and how its router weights those it chooses for a row.
 
-    A row takes the `top_k` experts of the highest router logits; on equal ones the lower id.
+    A row takes the `top_k` experts of the highest router logits, with `choice_bias` those of the
+    highest sum of probability and bias; on equal ones the lower id.
     """
 
     n_expert: int
@@ -39,6 +40,7 @@ class MoEConfig:
     scale: float = 1.0  # factor of the weights
     shared_ffn_dim: int = 0  # hidden width of the expert that every row takes; 0: none
     shared_gate: bool = False  # it is weighted by the sigmoid of a gate
+    choice_bias: bool = False  # a bias decides with the probabilities which experts are chosen
 
     def __post_init__(self) -> None:
         assert 1 <= self.top_k <= self.n_expert, f"{self.top_k} experts: their reader checks it"
@@ -141,11 +143,12 @@ class ModelConfig:
 
     @property
     def router_params(self) -> int:
-        """Number of weights of all routers and of the gates of shared experts."""
+        """Number of weights of all routers, their biases and the gates of shared experts."""
         if self.moe is None:
             return 0
         rows = self.moe.n_expert + self.moe.shared_gate
-        return (self.n_layer - len(self.dense_blocks)) * rows * self.dim
+        biases = self.moe.n_expert * self.moe.choice_bias
+        return (self.n_layer - len(self.dense_blocks)) * (rows * self.dim + biases)
 
     def has_experts(self, block: int) -> bool:
         """Return whether block number `block` has experts instead of one MLP."""

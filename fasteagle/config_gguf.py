@@ -18,6 +18,8 @@ _ARCHITECTURES = {
     "qwen3moe": "Qwen3MoeForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",  # a shared expert included
+    "ernie4_5": "Ernie4_5ForCausalLM",
+    "ernie4_5-moe": "Ernie4_5_MoeForCausalLM",
 }
 _UNSUPPORTED = {  # why models that one may expect to run do not
     "deepseek2": "latent attention",
@@ -34,6 +36,7 @@ _EXPERTS = {  # whether the weights of the chosen experts sum to 1, as llama.cpp
     "qwen3moe": True,
     "olmoe": False,
     "granitemoe": True,
+    "ernie4_5-moe": True,
 }
 _SOFTMAX = 1  # llama.cpp's number of a router's function
 
@@ -95,16 +98,17 @@ def from_gguf(
         )
     window = f"{kind}.attention.sliding_window"  # 0: none
     n_blocks = fields.integer(f"{kind}.block_count", most=MOST_LAYERS)
+    n_layer = n_blocks - mtp_layers(metadata, source, most=n_blocks - 1)
     architecture = _ARCHITECTURES[kind]
     has_experts = fields.integer(f"{kind}.expert_count", 0, least=0) > 0
     if has_experts and kind not in _EXPERTS:
         raise FasteagleError(f"{source}: GGUF architecture {kind!r} with experts is not supported")
     if has_experts or (kind in _EXPERTS and kind != "llama"):
-        shape |= _experts(fields, kind)
+        shape |= _experts(fields, kind, n_layer)
         architecture = "MixtralForCausalLM" if kind == "llama" else architecture
     return ModelConfig(
         **shape,
-        n_layer=n_blocks - mtp_layers(metadata, source, most=n_blocks - 1),
+        n_layer=n_layer,
         vocab_size=vocab_size,
         max_seq_len=fields.integer(f"{kind}.context_length"),
         norm_eps=fields.number(f"{kind}.attention.layer_norm_rms_epsilon", most=1),
@@ -127,7 +131,7 @@ def mtp_layers(metadata: Mapping[str, Any], source: str, most: int = MOST_LAYERS
     return fields.integer(f"{kind}.nextn_predict_layers", 0, least=0, most=most)
 
 
-def _experts(fields: Fields, kind: str) -> dict[str, Any]:
+def _experts(fields: Fields, kind: str, n_layer: int) -> dict[str, Any]:
     """Return the fields of a mixture of experts; what files leave out is llama.cpp's constant."""
     count, used = f"{kind}.expert_count", f"{kind}.expert_used_count"
     fields.require(count, used)
@@ -147,9 +151,13 @@ def _experts(fields: Fields, kind: str) -> dict[str, Any]:
         scale=fields.number(f"{kind}.expert_weights_scale", 1.0),
         shared_ffn_dim=fields.integer(shared, 0, least=0, most=MOST_WIDTH),
         shared_gate=kind == "qwen2moe",
+        choice_bias=kind == "ernie4_5-moe",
     )
+    first = fields.integer(f"{kind}.leading_dense_block_count", 0, least=0, most=n_layer)
+    step = fields.integer(f"{kind}.interleave_moe_layer_step", 1, most=n_layer)
+    dense = tuple(i for i in range(n_layer) if i < first or (i + 1) % step)
     if own in fields:
-        return {"moe": moe}
+        return {"moe": moe, "dense_blocks": dense}
     return {"moe": moe, "ffn_dim": dense_width(moe, fields.width(f"{kind}.embedding_length"))}
 
 

@@ -22,6 +22,7 @@ from fasteagle.config_fields import MOST_EXPERTS, MOST_LAYERS, MOST_WIDTH, Field
 from fasteagle.errors import FasteagleError
 
 MIMO = "MiMoForCausalLM"  # Qwen2 with a layer for multi-token prediction
+ERNIE, ERNIE_MOE = "Ernie4_5ForCausalLM", "Ernie4_5_MoeForCausalLM"
 SUPPORTED_ARCHITECTURES = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
@@ -34,6 +35,8 @@ SUPPORTED_ARCHITECTURES = (
     "OlmoeForCausalLM",
     "GraniteMoeForCausalLM",
     "GraniteMoeSharedForCausalLM",
+    ERNIE,
+    ERNIE_MOE,
 )
 
 
@@ -63,10 +66,18 @@ def head_from_hf(raw: Mapping[str, Any], source: str) -> HeadConfig:
 
 
 # Values of transformers' classes where a file leaves a key out and they are not those of all.
+_ERNIE_DEFAULTS = {
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "MistralForCausalLM": {"sliding_window": 4096},
     "MixtralForCausalLM": {"rope_theta": 1e6, "rms_norm_eps": 1e-5},
     "OlmoeForCausalLM": {"rms_norm_eps": 1e-5},
+    ERNIE: _ERNIE_DEFAULTS | {"head_dim": 128},
+    ERNIE_MOE: _ERNIE_DEFAULTS,
 }
 
 
@@ -85,7 +96,7 @@ def _common(
     rope = fields.part("rope_parameters" if has_parameters else "rope_scaling")
     scaling, linear = _rope_scaling(rope, source)
     return rope, {
-        **read_shape(fields, _HF_KEYS),
+        **read_shape(fields, _HF_KEYS, own.get("head_dim")),
         "vocab_size": fields.width("vocab_size"),
         "norm_eps": fields.number("rms_norm_eps", own.get("rms_norm_eps", 1e-6), most=1),
         "rope_scaling": scaling,
@@ -117,11 +128,13 @@ def from_hf(raw: Mapping[str, Any], source: str) -> ModelConfig:
     return ModelConfig(
         **common,
         n_layer=n_layer,
-        max_seq_len=fields.integer("max_position_embeddings", 2048),
+        max_seq_len=fields.integer(
+            "max_position_embeddings", own.get("max_position_embeddings", 2048)
+        ),
         rope_base=rope.number(
             "rope_theta", fields.number("rope_theta", own.get("rope_theta", 10000.0))
         ),
-        tie_embeddings=fields.flag("tie_word_embeddings"),
+        tie_embeddings=fields.flag("tie_word_embeddings", own.get("tie_word_embeddings", False)),
         qkv_bias=architecture in ("Qwen2ForCausalLM", MIMO) or has_bias,
         qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
         qk_norm_whole=architecture == "OlmoeForCausalLM",
@@ -146,7 +159,6 @@ def multipliers_from_hf(raw: Mapping[str, Any], source: str) -> Multipliers | No
 _UNSUPPORTED = {  # why models that one may expect to run do not
     "DeepseekV2ForCausalLM": "latent attention",
     "DeepseekV3ForCausalLM": "latent attention",
-    "Ernie4_5_MoeForCausalLM": "a bias of the router",
     "Glm4MoeForCausalLM": "groups of experts",
     "GptOssForCausalLM": "attention sinks, experts with biases",
     "GraniteMoeHybridForCausalLM": "state-space layers",
@@ -163,11 +175,14 @@ _EXPERT_WIDTHS = {  # key of the hidden width of one expert
     "OlmoeForCausalLM": "intermediate_size",
     "GraniteMoeForCausalLM": "intermediate_size",
     "GraniteMoeSharedForCausalLM": "intermediate_size",
+    ERNIE_MOE: "moe_intermediate_size",
 }
 
 
 def _hf_experts(fields: Fields, architecture: str, n_layer: int) -> dict[str, Any]:
     """Return the fields of a mixture of experts; its files may count experts by either key."""
+    if architecture == ERNIE_MOE:
+        return _ernie_experts(fields, n_layer)
     count = "num_local_experts" if "num_local_experts" in fields else "num_experts"
     width = _EXPERT_WIDTHS[architecture]
     fields.require(count, "num_experts_per_tok", width)
@@ -198,6 +213,30 @@ def _hf_experts(fields: Fields, architecture: str, n_layer: int) -> dict[str, An
     return {"moe": moe, "dense_blocks": blocks}
 
 
+def _ernie_experts(fields: Fields, n_layer: int) -> dict[str, Any]:
+    """Return the fields of Ernie-4.5's experts, which some of its blocks have."""
+    fields.require("moe_num_experts", "moe_k", "moe_intermediate_size")
+    n_expert, width = fields.integer("moe_num_experts", most=MOST_EXPERTS), "moe_intermediate_size"
+    n_shared = fields.integer("moe_num_shared_experts", 2, least=0, most=MOST_EXPERTS)
+    ffn_dim = fields.width(width)
+    if n_shared * ffn_dim > MOST_WIDTH:
+        raise fields.error("moe_num_shared_experts", f"{MOST_WIDTH // ffn_dim:,} at most")
+    moe = MoEConfig(
+        n_expert=n_expert,
+        top_k=fields.integer("moe_k", most=n_expert),
+        ffn_dim=ffn_dim,
+        renormalize=True,
+        shared_ffn_dim=n_shared * ffn_dim,
+        choice_bias=fields.flag("moe_use_aux_free", True),
+    )
+    first = fields.integer("moe_layer_start_index", 1, least=0, most=MOST_LAYERS)
+    last = fields.integer("moe_layer_end_index", -1, least=-1, most=MOST_LAYERS)
+    last = n_layer - 1 if last == -1 else last
+    step = fields.integer("moe_layer_interval", 1, most=MOST_LAYERS)
+    dense = tuple(i for i in range(n_layer) if (i + 1) % step or not first <= i <= last)
+    return {"moe": moe, "dense_blocks": dense}
+
+
 _HF_KEYS = {
     "dim": "hidden_size",
     "n_head": "num_attention_heads",
@@ -207,18 +246,20 @@ _HF_KEYS = {
 }
 
 
-def read_shape(fields: Fields, keys: Mapping[str, str]) -> dict[str, Any]:
+def read_shape(
+    fields: Fields, keys: Mapping[str, str], head_dim: int | None = None
+) -> dict[str, Any]:
     """Return the widths of a model's blocks by our names; `keys` has the file's names.
 
-    The number of KV heads may be absent (then that of query heads), and head_dim too. Raises
-    `FasteagleError` where the widths do not fit each other.
+    The number of KV heads may be absent (then that of query heads), and head_dim too (then
+    `head_dim`, or by the others). Raises `FasteagleError` where the widths do not fit each other.
     """
     shape: dict[str, Any] = {n: fields.width(keys[n]) for n in ("dim", "n_head", "ffn_dim")}
     n_head = shape["n_head"]
     shape["n_kv_head"] = fields.width(keys["n_kv_head"], n_head)
     if n_head % shape["n_kv_head"]:
         raise fields.error(keys["n_kv_head"], f"a divisor of {keys['n_head']} ({n_head:,})")
-    shape["head_dim"] = fields.width(keys["head_dim"], max(1, shape["dim"] // n_head))
+    shape["head_dim"] = fields.width(keys["head_dim"], head_dim or max(1, shape["dim"] // n_head))
     if shape["head_dim"] % 2:  # RoPE turns pairs
         if keys["head_dim"] in fields:
             raise fields.error(keys["head_dim"], "even")
@@ -232,7 +273,7 @@ def _refuse_unsupported(fields: Fields) -> None:
     if fields.text("hidden_act", "silu") != "silu":
         raise fields.error("hidden_act", '"silu", others are not supported')
     is_mimo = MIMO in fields.texts("architectures")  # it states the biases that Qwen2 has
-    for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
+    for key in ("attention_bias", "mlp_bias", "use_bias", "use_sliding_window"):
         if fields.flag(key) and not (is_mimo and key == "attention_bias"):
             raise fields.error(key, "false, the other is not supported")
     if not fields.part("quantization_config").empty:

@@ -274,6 +274,7 @@ class MoE(nn.Module):
         self.config = config
         n_expert, ffn_dim = config.n_expert, config.ffn_dim
         self.router = nn.Linear(dim, n_expert, bias=False)
+        self.choice_bias = nn.Parameter(torch.zeros(n_expert)) if config.choice_bias else None
         self.gate_up = nn.Linear(dim, n_expert * 2 * ffn_dim, bias=False)
         self.down = nn.Linear(ffn_dim, n_expert * dim, bias=False)
         self.shared = MLP(dim, config.shared_ffn_dim) if config.shared_ffn_dim else None
@@ -282,11 +283,14 @@ class MoE(nn.Module):
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the ids [T, k] of each row's experts, the best first, and their weights in fp32.
 
-        On equal logits the lower id is chosen.
+        The lower id of equal ones is chosen.
         """
         logits = F.linear(x.float(), self.router.weight.float())  # [T, X]
-        best = logits.sort(dim=-1, descending=True, stable=True)
-        chosen, ids = (part[:, : self.config.top_k] for part in best)
+        ranks = logits
+        if self.choice_bias is not None:
+            ranks = logits.softmax(-1) + self.choice_bias.float()
+        ids = ranks.sort(dim=-1, descending=True, stable=True).indices[:, : self.config.top_k]
+        chosen = logits.gather(1, ids)
         if self.config.weighs_chosen:
             weights = chosen.softmax(-1)
         else:

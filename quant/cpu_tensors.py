@@ -14,7 +14,8 @@ class BlockTensors(NamedTuple):
     """Weights of one block as the kernels read them; what it does not have is empty.
 
     With a router, `gate_up` and `down` hold all experts; `routing` is how many a row takes, whether
-    their weights are renormalized, and a factor of the weights.
+    their weights are renormalized, and a factor of the weights. `choice_bias` decides with the
+    router's probabilities which experts a row takes.
     """
 
     attention_norm: Tensor
@@ -27,6 +28,7 @@ class BlockTensors(NamedTuple):
     gate_up: Tensor
     down: Tensor
     router: Tensor
+    choice_bias: Tensor
     routing: Tensor
     shared_gate_up: Tensor
     shared_down: Tensor

@@ -39,9 +39,10 @@ from fasteagle.cli.options import FILE, FOLDER
 from fasteagle.config import ModelConfig, MoEConfig, dense_width
 from fasteagle.errors import FasteagleError, note
 from fasteagle.loading.checkpoint import load_model
-from fasteagle.loading.gguf import BLOCK_NAMES, GLOBAL_NAMES, GGUFFile, rope_order
+from fasteagle.loading.gguf import BLOCK_NAMES, GLOBAL_NAMES, GGUFFile
 from fasteagle.loading.names import expected_shapes
 from fasteagle.loading.open import OpenedModel, open_model
+from fasteagle.loading.rope_order import rope_order
 from fasteagle.loading.tensors import Checkpoint, save_tensors, write_json
 from fasteagle.model import MLP, MoE, Transformer
 from fasteagle.options import DEFAULT_MODEL

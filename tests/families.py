@@ -46,6 +46,16 @@ GRANITE_MOE = {
 }
 
 
+ERNIE_MOE = {
+    "moe_num_experts": 8,
+    "moe_k": 3,
+    "moe_intermediate_size": 32,
+    "moe_num_shared_experts": 2,
+    "moe_layer_start_index": 1,
+    "tie_word_embeddings": True,
+}
+
+
 def hf_class(family: str):
     """(transformers config class, model class, settings beyond the tiny shape) of a family."""
     import transformers as t
@@ -83,10 +93,34 @@ def hf_class(family: str):
             t.GraniteMoeSharedForCausalLM,
             gqa | GRANITE_MOE | {"shared_intermediate_size": 64, "tie_word_embeddings": False},
         ),
+        "ernie": (
+            t.Ernie4_5Config,
+            t.Ernie4_5ForCausalLM,
+            gqa | {"head_dim": 16, "tie_word_embeddings": True},
+        ),
+        "erniemoe": (t.Ernie4_5_MoeConfig, t.Ernie4_5_MoeForCausalLM, gqa | ERNIE_MOE),
         "smollm2": (t.LlamaConfig, t.LlamaForCausalLM, gqa | {"tie_word_embeddings": True}),
     }
     return families[family]
 
 
-MOE_FAMILIES = ("mixtral", "qwen2moe", "qwen3moe", "olmoe", "granitemoe", "granitemoeshared")
-FAMILIES = ("llama2", "llama3", "vicuna", "mistral", "qwen2", "qwen3", "smollm2", *MOE_FAMILIES)
+MOE_FAMILIES = (
+    "mixtral",
+    "qwen2moe",
+    "qwen3moe",
+    "olmoe",
+    "granitemoe",
+    "granitemoeshared",
+    "erniemoe",
+)
+FAMILIES = (
+    "llama2",
+    "llama3",
+    "vicuna",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "ernie",
+    "smollm2",
+    *MOE_FAMILIES,
+)

@@ -85,6 +85,7 @@ def gguf_parts(name: str, tensor):
     """A tensor of a transformers model as llama.cpp has it: gate and up apart."""
     name = name.replace(".block_sparse_moe.", ".mlp.").replace(".router.weight", ".gate.weight")
     name = name.replace(".shared_mlp.", ".mlp.shared_expert.")
+    name = name.replace(".shared_experts.", ".shared_expert.").replace(".moe_statics.", ".")
     for joined in ("gate_up_proj", "input_linear.weight"):
         if name.endswith(joined):
             gate, up = tensor.chunk(2, dim=-2)
@@ -93,7 +94,7 @@ def gguf_parts(name: str, tensor):
     if name.endswith("experts.down_proj"):
         return [(f"{name}.weight", tensor)]
     name = name.replace("output_linear.", "down_proj.")
-    if name.endswith("shared_expert_gate.weight"):
+    if name.endswith(("shared_expert_gate.weight", "e_score_correction_bias")):
         return [(name, tensor[0])]
     return [(name, tensor)]
 
@@ -105,10 +106,16 @@ def write_experts_metadata(writer: GGUFWriter, config, architecture: str) -> Non
         return
     writer.add_expert_count(n_expert)
     writer.add_expert_used_count(config.num_experts_per_tok)
-    if architecture.startswith("qwen"):
+    if architecture.startswith(("qwen", "ernie")):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if architecture == "qwen2moe":
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if architecture == "ernie4_5-moe":
+        n_shared = config.moe_num_shared_experts
+        writer.add_expert_shared_count(n_shared)
+        writer.add_expert_shared_feed_forward_length(n_shared * config.moe_intermediate_size)
+        writer.add_leading_dense_block_count(config.moe_layer_start_index)
+        writer.add_interleave_moe_layer_step(config.moe_layer_interval)
     if architecture == "granitemoe":
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_attention_scale(config.attention_multiplier)

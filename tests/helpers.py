@@ -56,7 +56,7 @@ def make_hf_model(family: str, **overrides):
     model = model_class(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim == 1:
+            if parameter.ndim == 1 or name.endswith("bias"):
                 mean = 1.0 if "norm" in name else 0.0
                 parameter.copy_(mean + 0.2 * torch.randn_like(parameter))
     return model
@@ -157,9 +157,9 @@ def tiny_config(**changes) -> ModelConfig:
 def random_target(config: ModelConfig, seed=0) -> Transformer:
     torch.manual_seed(seed)
     model = Transformer(config)
-    for p in model.parameters():
+    for name, p in model.named_parameters():
         p.requires_grad_(False)
-        if p.ndim == 2:
+        if p.ndim == 2 or name.endswith("choice_bias"):
             p.normal_(0, 0.3)
     model.init_rope(512, "cpu")
     return model.eval()

@@ -30,7 +30,8 @@ def by_definition(moe: MoE, x: torch.Tensor) -> torch.Tensor:
     rows = []
     for row in x:
         logits = moe.router.weight @ row
-        ids = logits.topk(config.top_k).indices
+        biased = logits.softmax(0) + moe.choice_bias if config.choice_bias else logits
+        ids = biased.topk(config.top_k).indices
         weights = logits.softmax(0)[ids]
         weights = weights / weights.sum() if config.renormalize else weights
         y = torch.zeros(dim)
@@ -52,6 +53,8 @@ def by_definition(moe: MoE, x: torch.Tensor) -> torch.Tensor:
         {"score": "topk_softmax", "renormalize": True},
         {"shared_ffn_dim": 20},
         {"shared_ffn_dim": 20, "shared_gate": True},
+        {"renormalize": True, "choice_bias": True},
+        {"choice_bias": True},
     ],
 )
 def test_layer_is_the_weighted_sum_of_the_chosen_experts(options):

@@ -103,19 +103,27 @@ def norm_scores(
 
 
 def route(
-    scores: Tensor, n_expert: int, top_k: int, renormalizes: bool, scale: float, shares: bool
+    scores: Tensor,
+    n_expert: int,
+    top_k: int,
+    renormalizes: bool,
+    scale: float,
+    shares: bool,
+    choice_bias: Tensor | None = None,
 ) -> tuple[Routing, Routing | None]:
     """Return each row's `top_k` experts by scores [M, R], and the routing of the shared expert.
 
-    Of equal scores the lower id wins. Weights are the softmax over all experts, or over the chosen
-    ones if it `renormalizes`, times `scale`. The weight of the shared expert is the sigmoid of the
-    score behind those of the experts, or 1 where R has none.
+    With `choice_bias` [X] the choice is by the sums of probability and bias. Of equal ones the
+    lower id wins. Weights are the softmax over all experts, or over the chosen ones if it
+    `renormalizes`, times `scale`. The weight of the shared expert is the sigmoid of the score
+    behind those of the experts, or 1 where R has none.
     """
     M, R = scores.shape
     routing = Routing.empty(n_expert, top_k, M, scores.device)
     shared = Routing.empty(1, 1, M, scores.device) if shares else None
     route_kernel[(1,)](
         scores,
+        scores if choice_bias is None else choice_bias,
         *routing,
         *(shared or routing),
         M,
@@ -125,6 +133,7 @@ def route(
         scale,
         TOP_K=top_k,
         RENORMALIZES=renormalizes,
+        BIASED=choice_bias is not None,
         SHARES=shares,
         GATED=n_expert < R,
         ROWS=ROUTE_ROWS,
@@ -238,6 +247,7 @@ def score_kernel(
 @triton.jit(do_not_specialize=["M", "P"])
 def route_kernel(
     scores_ptr,
+    choice_bias_ptr,
     experts_ptr,
     counts_ptr,
     slots_ptr,
@@ -253,6 +263,7 @@ def route_kernel(
     factor,
     TOP_K: tl.constexpr,
     RENORMALIZES: tl.constexpr,
+    BIASED: tl.constexpr,
     SHARES: tl.constexpr,
     GATED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -260,17 +271,24 @@ def route_kernel(
 ):
     """Choose the experts of all rows, and list the rows of each expert; one program.
 
-    Keys are the scores as integers of the same order, above the ids in reverse: no two are equal,
-    and whatever a score is, so many experts are chosen.
+    Keys are the ranks as integers of the same order, above the ids in reverse: no two are equal,
+    and whatever a rank is, so many experts are chosen.
     """
     x = tl.arange(0, X_PAD)
+    bias = tl.zeros((X_PAD,), tl.float32)
+    if BIASED:
+        bias = tl.load(choice_bias_ptr + x, mask=x < X, other=0.0)
     counts = tl.zeros((X_PAD,), tl.int32)
     for first in range(0, M, ROWS):
         row = first + tl.arange(0, ROWS)
         real = (row < M)[:, None] & (x < X)[None, :]
         at = scores_ptr + row[:, None] * R + x[None, :]
         scores = tl.load(at, mask=real, other=float("-inf"))
-        bits = (scores + 0.0).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
+        powers = tl.exp(scores - tl.max(scores, 1)[:, None])
+        ranks = scores
+        if BIASED:
+            ranks = powers / tl.sum(powers, 1)[:, None] + bias[None, :]
+        bits = (ranks + 0.0).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
         ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
         keys = (ordered << 32) | (X_PAD - 1 - x).to(tl.int64)[None, :]
         keys = tl.where((x < X)[None, :], keys, -0x8000000000000000)
@@ -278,8 +296,10 @@ def route_kernel(
         for _ in range(TOP_K):
             left = tl.where(left == tl.max(left, 1)[:, None], -0x8000000000000000, left)
         chosen = (left != keys) & real
-        powers = tl.exp(scores - tl.max(scores, 1)[:, None])
-        total = tl.sum(tl.where(chosen, powers, 0.0) if RENORMALIZES else powers, 1)
+        if RENORMALIZES:  # those chosen by their bias may be far below the largest
+            largest = tl.max(tl.where(chosen, scores, float("-inf")), 1)
+            powers = tl.where(chosen, tl.exp(scores - largest[:, None]), 0.0)
+        total = tl.sum(powers, 1)
         ones = chosen.to(tl.int32)
         slot = (tl.cumsum(ones, 1) - ones) * M + row[:, None]
         tl.store(weights_ptr + slot, powers / total[:, None] * factor, mask=chosen)

@@ -12,6 +12,7 @@ from torch import Tensor
 from fasteagle.bench.row_spec import LOOKUP_TOKENS, RowSpec
 from fasteagle.bench.rows import Decoder, Turn
 from fasteagle.config import ModelConfig
+from fasteagle.config_hf import ERNIE
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.tensors import Checkpoint
 from fasteagle.options import DraftOptions, SamplingParams
@@ -20,10 +21,13 @@ from fasteagle.options import DraftOptions, SamplingParams
 def hf_config(config: ModelConfig) -> Any:
     """Return the transformers configuration of a model of ours.
 
-    Raises `FasteagleError` for mixtures of experts, which would need their tensors stacked.
+    Raises `FasteagleError` for mixtures of experts, which would need their tensors stacked, and for
+    Ernie-4.5, whose rows have another order there.
     """
-    if config.moe is not None:
-        raise FasteagleError("rows of transformers run dense models only: leave them out")
+    if config.moe is not None or config.architecture == ERNIE:
+        raise FasteagleError(
+            "rows of transformers run dense models only, and not Ernie-4.5: leave them out"
+        )
     import transformers  # takes seconds: only for rows of its own
 
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_base}

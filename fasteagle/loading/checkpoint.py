@@ -15,7 +15,7 @@ from torch import nn
 from fasteagle.compile.int8_cache import cache_bytes
 from fasteagle.config import ModelConfig
 from fasteagle.config_gguf import multipliers_from_gguf
-from fasteagle.config_hf import from_hf, multipliers_from_hf
+from fasteagle.config_hf import ERNIE, ERNIE_MOE, from_hf, multipliers_from_hf
 from fasteagle.device import available_bytes
 from fasteagle.errors import FasteagleError, shortened, size_of
 from fasteagle.loading import stored
@@ -23,7 +23,8 @@ from fasteagle.loading.gguf import GGUFFile
 from fasteagle.loading.imported import open_quantized
 from fasteagle.loading.memory import smaller_fit
 from fasteagle.loading.multipliers import MultipliedCheckpoint
-from fasteagle.loading.names import MTP_LAYERS, block_linears, expected_shapes
+from fasteagle.loading.names import CHOICE_BIAS, MTP_LAYERS, block_linears, expected_shapes
+from fasteagle.loading.rope_order import HalvedCheckpoint
 from fasteagle.loading.source import Linears
 from fasteagle.loading.tensors import (
     Checkpoint,
@@ -53,6 +54,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
         checkpoint = _open_folder(path, raw)
         if not isinstance(checkpoint, stored.StoredFolder):  # whose weights have them inside
             multipliers = multipliers_from_hf(raw, str(path / "config.json"))
+            if checkpoint.config.architecture in (ERNIE, ERNIE_MOE):
+                checkpoint = HalvedCheckpoint(checkpoint)
     if multipliers is not None:
         checkpoint = MultipliedCheckpoint(checkpoint, multipliers)
     check_complete(checkpoint, str(path))
@@ -150,6 +153,8 @@ def _fill_block(
         block.attention.k_norm.weight = get(p + "self_attn.k_norm.weight")
     if isinstance(block.mlp, MoE):
         block.mlp.router.weight = get(p + "mlp.gate.weight", dtype=torch.float32)
+        if block.mlp.choice_bias is not None:
+            block.mlp.choice_bias = get(p + CHOICE_BIAS, dtype=torch.float32)
         if block.mlp.shared_gate is not None:
             gate = get(p + "mlp.shared_expert_gate.weight", dtype=torch.float32)
             block.mlp.shared_gate.weight = gate

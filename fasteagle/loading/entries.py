@@ -170,6 +170,23 @@ _GRANITE_1B = _shape(  # its tied LM head is a table of its own here, see `multi
     architecture="GraniteMoeForCausalLM",
 )
 
+_ernie = partial(
+    _shape, vocab_size=103424, max_seq_len=131072, rope_base=500000.0, tie_embeddings=True
+)
+_ERNIE_03B = _ernie(1024, 18, 16, 2, 3072, architecture="Ernie4_5ForCausalLM")
+_ERNIE_21B = _ernie(
+    2560,
+    28,
+    20,
+    4,
+    12288,
+    moe=MoEConfig(
+        n_expert=64, top_k=6, ffn_dim=1536, renormalize=True, shared_ffn_dim=3072, choice_bias=True
+    ),
+    dense_blocks=(0,),
+    architecture="Ernie4_5_MoeForCausalLM",
+)
+
 _LLAMA2_LICENCE = "Llama 2 Community License"
 _LLAMA31_LICENCE = "Llama 3.1 Community License"
 _VICUNA_LICENCE = "Llama 1, non-commercial"
@@ -346,4 +363,6 @@ REGISTRY: dict[str, Entry] = {
         "ibm-granite/granite-3.1-1b-a400m-instruct",
         heads=(_eagle3("wantsleep/granite-3.1-1b-a400m-EAGLE3"),),
     ),
+    "ernie-4.5-0.3b": Entry(_ERNIE_03B, "Apache-2.0", "baidu/ERNIE-4.5-0.3B-PT"),
+    "ernie-4.5-21b-a3b": Entry(_ERNIE_21B, "Apache-2.0", "baidu/ERNIE-4.5-21B-A3B-PT"),
 }

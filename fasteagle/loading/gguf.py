@@ -17,9 +17,11 @@ from torch import Tensor
 from fasteagle.config import ModelConfig
 from fasteagle.config_fields import MOST_EXPERTS, Fields
 from fasteagle.config_gguf import from_gguf, mtp_layers
+from fasteagle.config_hf import ERNIE, ERNIE_MOE
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.gguf_index import GGUFTensor, read_index
-from fasteagle.loading.names import is_block_linear, mtp_name
+from fasteagle.loading.names import CHOICE_BIAS, is_block_linear, mtp_name
+from fasteagle.loading.rope_order import rope_order
 from fasteagle.loading.tensors import Checkpoint, rows_for
 from fasteagle.quant.gguf_blocks import (
     CONVERTED_VALUES,
@@ -56,6 +58,7 @@ BLOCK_NAMES = {
     "ffn_up.weight": "mlp.up_proj.weight",
     "ffn_down.weight": "mlp.down_proj.weight",
     "ffn_gate_inp.weight": "mlp.gate.weight",
+    "exp_probs_b.bias": CHOICE_BIAS,
     "ffn_gate_shexp.weight": "mlp.shared_expert.gate_proj.weight",
     "ffn_up_shexp.weight": "mlp.shared_expert.up_proj.weight",
     "ffn_down_shexp.weight": "mlp.shared_expert.down_proj.weight",
@@ -73,7 +76,7 @@ BLOCK_NAMES = {
 }
 
 
-_REORDERED = ("LlamaForCausalLM", "MixtralForCausalLM", "GraniteMoeForCausalLM")
+_REORDERED = ("LlamaForCausalLM", "MixtralForCausalLM", "GraniteMoeForCausalLM", ERNIE, ERNIE_MOE)
 
 
 class GGUFFile(Checkpoint):
@@ -181,7 +184,7 @@ class GGUFFile(Checkpoint):
         return weight if n_head is None else weight.rows(rope_order(tensor.shape[0], n_head))
 
     def _permuted(self, name: str) -> int | None:
-        """Return the count of attention heads if llama.cpp has reordered the rows, else None."""
+        """Return the count of attention heads if the rows are in pairs, else None."""
         if self.config.architecture in _REORDERED:
             if name.endswith("q_proj.weight"):
                 return self.config.n_head
@@ -258,15 +261,6 @@ def rope_factors(path: Path, data: np.ndarray, tensor: GGUFTensor) -> tuple[floa
     if not (np.isfinite(values) & (values > 0)).all():
         raise FasteagleError(f"{path}: {ROPE_FACTORS} is not above 0: fetch it again")
     return tuple(values.tolist())
-
-
-def rope_order(n_rows: int, n_head: int) -> Tensor:
-    """Return the row order [n_rows] that undoes llama.cpp's order for interleaved RoPE.
-
-    Pairs go back to halves.
-    """
-    paired = torch.arange(n_rows).view(n_head, n_rows // n_head // 2, 2)
-    return paired.transpose(1, 2).reshape(n_rows)
 
 
 def hf_name(name: str) -> str:

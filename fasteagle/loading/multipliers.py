@@ -14,30 +14,22 @@ from torch import Tensor
 
 from fasteagle.config import Multipliers
 from fasteagle.loading.tensors import Checkpoint
+from fasteagle.loading.wrapped import WrappedCheckpoint
 from fasteagle.quant.packed import PackedWeight
-from fasteagle.quant.scheme import Scheme
 
 _EMBEDDING, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-class MultipliedCheckpoint(Checkpoint):
+class MultipliedCheckpoint(WrappedCheckpoint):
     """Checkpoint whose tensors are those of `inner`, multiplied in fp32.
 
     Packed weights have their scales and offsets multiplied, which is as exact.
     """
 
     def __init__(self, inner: Checkpoint, multipliers: Multipliers) -> None:
-        self.inner, self.multipliers = inner, multipliers
+        super().__init__(inner)
+        self.multipliers = multipliers
         self.config = dataclasses.replace(inner.config, tie_embeddings=False)
-        self.files, self.scheme = inner.files, inner.scheme
-
-    @property
-    def own_scheme(self) -> Scheme | None:
-        return self.inner.own_scheme if self.scheme is None else self.scheme
-
-    @property
-    def widened(self) -> list[str]:
-        return self.inner.widened
 
     def names(self) -> set[str]:
         return self.inner.names() | {_LM_HEAD}

@@ -19,14 +19,21 @@ Shape = tuple[int, ...]
 Index = tuple[int | slice, ...]
 
 MTP_LAYERS = "model.mtp_layers."  # layers for multi-token prediction, as MiMo names them
+CHOICE_BIAS = "mlp.gate.e_score_correction_bias"
 _FFN = ("gate", "up", "down")
-_RENAMED = (  # files of Mixtral and Granite-MoE
+_RENAMED = (  # files of Mixtral, Granite-MoE and Ernie-4.5
     (re.compile(r"\.block_sparse_moe\."), ".mlp."),
     (re.compile(r"\.mlp\.router\.layer\."), ".mlp.gate."),
     (re.compile(r"\.shared_mlp\."), ".mlp.shared_expert."),
     (re.compile(r"(\.experts\.\d+)\.w1\."), r"\1.gate_proj."),
     (re.compile(r"(\.experts\.\d+)\.w2\."), r"\1.down_proj."),
     (re.compile(r"(\.experts\.\d+)\.w3\."), r"\1.up_proj."),
+    (re.compile(r"\.mlp\.(gate\.)?moe_statics\."), ".mlp.gate."),
+    (re.compile(r"\.shared_experts\."), ".shared_expert."),
+    (re.compile(r"^model\.mtp_block\.(\d+)\."), rf"{MTP_LAYERS}\1."),
+    (re.compile(r"^model\.mtp_emb_norm\.(\d+)\."), rf"{MTP_LAYERS}\1.token_layernorm."),
+    (re.compile(r"^model\.mtp_hidden_norm\.(\d+)\."), rf"{MTP_LAYERS}\1.hidden_layernorm."),
+    (re.compile(r"^model\.mtp_linear_proj\.(\d+)\."), rf"{MTP_LAYERS}\1.eh_proj."),
 )
 _EXPERTS = re.compile(
     r"(?P<mlp>.*\.mlp\.)(experts\.)?"
@@ -75,6 +82,8 @@ def _ffn_shapes(config: ModelConfig, i: int) -> dict[str, Shape]:
     if moe is None or not config.has_experts(i):
         return mlp("mlp", config.ffn_dim)
     shapes: dict[str, Shape] = {"mlp.gate.weight": (moe.n_expert, D)}
+    if moe.choice_bias:
+        shapes[CHOICE_BIAS] = (moe.n_expert,)
     for expert in range(moe.n_expert):
         shapes |= mlp(f"mlp.experts.{expert}", moe.ffn_dim)
     if moe.shared_ffn_dim:
@@ -126,10 +135,14 @@ def parts_of(name: str, shape: Shape) -> Iterator[tuple[str, Index]]:
 
     A tensor [X, ., .] holds all experts, and one of `gate_up` or `input_linear` has its gate rows
     before the up rows. The index of a whole tensor is (), and one of more experts than a model has
-    counts as whole: a few bytes of a file may say that there are billions.
+    counts as whole: a few bytes of a file may say that there are billions. A router's bias may be
+    [1, X].
     """
     for pattern, new in _RENAMED:
         name = pattern.sub(new, name)
+    if name.endswith(CHOICE_BIAS) and len(shape) == 2 and shape[0] == 1:
+        yield name, (0, slice(0, shape[1]))
+        return
     match = _EXPERTS.fullmatch(name) if len(shape) == 3 else _SHARED.fullmatch(name)
     too_many = len(shape) == 3 and shape[0] > MOST_EXPERTS
     if match is None or len(shape) not in (2, 3) or too_many:

@@ -214,4 +214,5 @@ def _moe_config(fields: Fields) -> MoEConfig:
         scale=fields.number("scale"),
         shared_ffn_dim=fields.integer("shared_ffn_dim", least=0, most=MOST_WIDTH),
         shared_gate=fields.flag("shared_gate"),
+        choice_bias=fields.flag("choice_bias"),
     )

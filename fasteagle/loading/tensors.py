@@ -346,8 +346,5 @@ def rows_for(shape: tuple[int, ...], n: int) -> int:
 
 def view_shape(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:
     """Return the shape of what `index` of `parts_of` takes of a tensor."""
-    if not index:
-        return shape
-    rows = index[-1]
-    assert isinstance(rows, slice), "see parts_of"
-    return rows.stop - rows.start, shape[-1]
+    slices = [part for part in index if isinstance(part, slice)]
+    return *(part.stop - part.start for part in slices), *shape[len(index) :]

@@ -50,6 +50,7 @@ struct Experts {
   bool renormalize = false;         // the weights of a row's experts sum to `scale`
   float scale = 1;                  // factor of the weights
   const float* router = nullptr;    // [n, D]
+  const float* choice_bias = nullptr;  // [n], or null: the router alone chooses
   Weight shared_gate_up, shared_down;
   const float* shared_gate = nullptr;  // [D], or null: the shared expert has weight 1
 
@@ -63,6 +64,7 @@ Experts experts_of(const BlockTensors& t) {
   Experts e;
   e.n = t.router.size(0);
   e.router = floats(t.router);
+  e.choice_bias = floats(t.choice_bias);
   e.top_k = int64_t(routing[0]);
   e.renormalize = routing[1] != 0;
   e.scale = float(routing[2]);
@@ -78,6 +80,9 @@ Experts experts_of(const BlockTensors& t) {
 void check_experts(const BlockTensors& t, const Experts& e, int64_t D) {
   TORCH_CHECK(t.router.size(1) == D && e.top_k >= 1 && e.top_k <= e.n, e.top_k, " of ", e.n,
               " experts, router [", e.n, ", ", D, "]");
+  TORCH_CHECK(t.choice_bias.is_contiguous() &&
+                  (t.choice_bias.numel() == 0 || t.choice_bias.numel() == e.n),
+              "bias of ", e.n, " experts");
   if (!e.shared()) return;
   const int64_t F = e.shared_down.h.K;
   TORCH_CHECK(F % BLOCK == 0 && e.shared_down.h.N == D && e.shared_gate_up.h.N == 2 * F &&
@@ -125,6 +130,7 @@ class Mixture {
     const int64_t chosen = T * experts.top_k;
     best_ = take<int32_t>(chosen);
     next_ = take<int32_t>(experts.n);
+    ranks_ = take<float>(experts.n);
     parts_ = take<Part>(experts.n + 1);
     row_ = take<int32_t>(chosen + T);
     weight_ = take<float>(chosen + T);
@@ -139,8 +145,8 @@ class Mixture {
   static size_t own_bytes(const Experts& experts, const Weight& down, int64_t T, int64_t D) {
     const int64_t chosen = T * experts.top_k;
     const int64_t widest = std::max({D, int64_t(down.h.K), shared_dim(experts)});
-    return size<int32_t>(chosen) + size<int32_t>(experts.n) + size<Part>(experts.n + 1) +
-           2 * size<float>(chosen + T) + size<uint8_t>(Activations::bytes(T, D)) +
+    return size<int32_t>(chosen) + size<int32_t>(experts.n) + size<float>(experts.n) +
+           size<Part>(experts.n + 1) + 2 * size<float>(chosen + T) + size<uint8_t>(Activations::bytes(T, D)) +
            Choice::bytes(T, widest);
   }
 
@@ -160,7 +166,7 @@ class Mixture {
     const int64_t n = experts_.n, k = experts_.top_k;
     std::fill_n(next_, n, 0);
     for (int64_t t = 0; t < T_; t++) {
-      choose(logits_ + t * (n + 1), best_ + t * k);
+      choose(ranks(logits_ + t * (n + 1)), best_ + t * k);
       for (int64_t i = 0; i < k; i++) next_[best_[t * k + i]]++;
     }
     int32_t slot = 0;
@@ -172,11 +178,13 @@ class Mixture {
       slot += count;
     }
     for (int64_t t = 0; t < T_; t++) {
-      const float *logits = logits_ + t * (n + 1), most = logits[best_[t * k]];
-      float total = 0;
+      const float* logits = logits_ + t * (n + 1);
+      float most = logits[best_[t * k]], total = 0;
       if (experts_.renormalize) {
+        for (int64_t i = 1; i < k; i++) most = std::max(most, logits[best_[t * k + i]]);
         for (int64_t i = 0; i < k; i++) total += std::exp(logits[best_[t * k + i]] - most);
       } else {
+        most = *std::max_element(logits, logits + n);
         for (int64_t e = 0; e < n; e++) total += std::exp(logits[e] - most);
       }
       for (int64_t i = 0; i < k; i++) {
@@ -252,7 +260,7 @@ class Mixture {
   float* logits_;  // [T, n + 1], the last of the shared expert's gate
   uint8_t *taken_, *hidden_, *gathered_, *choice_;
   int32_t *best_, *next_, *row_;  // [T, top_k] experts, best first; [n]; [slots]
-  float* weight_;                 // [slots]
+  float *ranks_, *weight_;        // [n], [slots]
   Part* parts_;
   int64_t n_parts_ = 0;
 
@@ -267,13 +275,24 @@ class Mixture {
     return p;
   }
 
-  // Writes the `top_k` experts of the largest logits, the best first, the lower id of equal ones.
-  void choose(const float* logits, int32_t* best) const {
+  // Returns what the experts of a row are chosen by: its logits, or probabilities plus the bias.
+  const float* ranks(const float* logits) const {
+    if (experts_.choice_bias == nullptr) return logits;
+    const int64_t n = experts_.n;
+    const float most = *std::max_element(logits, logits + n);
+    float total = 0;
+    for (int64_t e = 0; e < n; e++) total += ranks_[e] = std::exp(logits[e] - most);
+    for (int64_t e = 0; e < n; e++) ranks_[e] = ranks_[e] / total + experts_.choice_bias[e];
+    return ranks_;
+  }
+
+  // Writes the `top_k` experts of the highest ranks, the best first, the lower id of equal ones.
+  void choose(const float* ranks, int32_t* best) const {
     int64_t n = 0;
     for (int32_t e = 0; e < experts_.n; e++) {
-      if (n == experts_.top_k && !(logits[e] > logits[best[n - 1]])) continue;
+      if (n == experts_.top_k && !(ranks[e] > ranks[best[n - 1]])) continue;
       int64_t at = n < experts_.top_k ? n++ : n - 1;
-      for (; at > 0 && logits[e] > logits[best[at - 1]]; at--) best[at] = best[at - 1];
+      for (; at > 0 && ranks[e] > ranks[best[at - 1]]; at--) best[at] = best[at - 1];
       best[at] = e;
     }
   }

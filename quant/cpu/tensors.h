@@ -25,13 +25,14 @@ using at::Tensor;
 using OptionalTensors = c10::List<std::optional<Tensor>>;
 
 // Weights of one block; what it does not have is empty. With a router, `gate_up` and `down` hold all
-// experts; `routing` is how many a row takes, whether their weights are renormalized, and a factor.
+// experts; `routing` is how many a row takes, whether their weights are renormalized, and a factor;
+// `choice_bias` decides with the router's probabilities which experts a row takes.
 struct BlockTensors {
   static constexpr std::string_view FIELDS =
       "attention_norm qkv qkv_bias q_norm k_norm out mlp_norm gate_up down "
-      "router routing shared_gate_up shared_down shared_gate";
+      "router choice_bias routing shared_gate_up shared_down shared_gate";
   Tensor attention_norm, qkv, qkv_bias, q_norm, k_norm, out, mlp_norm, gate_up, down;
-  Tensor router, routing, shared_gate_up, shared_down, shared_gate;
+  Tensor router, choice_bias, routing, shared_gate_up, shared_down, shared_gate;
 };
 
 // Weights and tables of a target around its blocks.

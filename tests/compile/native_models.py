@@ -34,6 +34,11 @@ CONFIGS = {
         qk_norm_whole=True,
         moe=MoEConfig(6, 6, 32, score="topk_softmax", scale=1.5, shared_ffn_dim=32),
     ),
+    "ernie moe": SHAPE
+    | dict(
+        dense_blocks=(0,),
+        moe=MoEConfig(9, 3, 32, renormalize=True, shared_ffn_dim=64, choice_bias=True),
+    ),
 }
 
 

@@ -29,6 +29,7 @@ slow = pytest.mark.slow
 PLAIN = MoEConfig(n_expert=7, top_k=2, ffn_dim=64)
 SHARED = MoEConfig(5, 3, 64, renormalize=True, scale=2.5, shared_ffn_dim=128, shared_gate=True)
 UNGATED = dataclasses.replace(PLAIN, score="topk_softmax", shared_ffn_dim=64)
+BIASED = dataclasses.replace(PLAIN, renormalize=True, choice_bias=True)
 
 
 class Layer:
@@ -90,6 +91,7 @@ CASES = [
     (UNGATED, Scheme(8), "fp32", False),
     (PLAIN, Scheme(4, 32), "fp16", True),
     (SHARED, Scheme(8), "fp16", False),
+    (BIASED, Scheme(4, 64), "fp32", False),
 ]
 
 
@@ -133,9 +135,9 @@ def test_an_expert_s_activation_beyond_fp16():
     close(result, layer.expected(x), 1e-3)
 
 
-def routed(scores: Tensor, n_expert: int, k: int, renormalizes: bool = False, shares: bool = False):
+def routed(scores: Tensor, n_expert: int, k: int, renormalizes=False, shares=False, bias=None):
     """By the kernel: ids and weights of each row's experts in their order, and the routings."""
-    routings = expert_kernels.route(scores, n_expert, k, renormalizes, 1.5, shares)
+    routings = expert_kernels.route(scores, n_expert, k, renormalizes, 1.5, shares, bias)
     M, (experts, counts, slots, weights) = len(scores), routings[0]
     ids = torch.full((k * M,), -1)
     used = [int(expert) for expert in experts if expert >= 0]
@@ -149,27 +151,34 @@ def routed(scores: Tensor, n_expert: int, k: int, renormalizes: bool = False, sh
 
 
 ROUTES = [
-    (1, 128, 8, False),
-    (5, 7, 2, True),
-    (20, 40, 8, True),
-    (33, 60, 4, False),
-    (4, 6, 6, True),
+    (1, 128, 8, False, False),
+    (5, 7, 2, True, False),
+    (20, 40, 8, True, True),
+    (33, 60, 4, False, False),
+    (4, 6, 6, True, False),
+    (9, 64, 6, False, True),
 ]
 
 
-@pytest.mark.parametrize(("M", "n_expert", "k", "renormalizes"), rest_slow(ROUTES, 3))
-def test_routes_are_the_cores(M, n_expert, k, renormalizes):
-    config = MoEConfig(n_expert, k, 8, renormalize=renormalizes, scale=1.5)
+@pytest.mark.parametrize(("M", "n_expert", "k", "renormalizes", "biased"), rest_slow(ROUTES, 3))
+def test_routes_are_the_cores(M, n_expert, k, renormalizes, biased):
+    config = MoEConfig(n_expert, k, 8, renormalize=renormalizes, scale=1.5, choice_bias=biased)
     layer = MoE(n_expert, config).requires_grad_(False)
     layer.router.weight.data = torch.eye(n_expert)
     scores = torch.randn(M, n_expert, generator=torch.Generator().manual_seed(7))
     scores[0] = scores[0].round()  # many are equal
+    bias = None
+    if biased:  # it lets experts in whose weights are next to nothing
+        bias = 0.05 * torch.randn(n_expert, generator=torch.Generator().manual_seed(8))
+        scores[:, 2] -= 120
+        bias[2] = 1.0
+        layer.choice_bias.data.copy_(bias)
     expected, expected_weights = layer.route(scores)
     order = expected.argsort(1)
-    ids, weights, _ = routed(scores, n_expert, k, renormalizes)
+    ids, weights, _ = routed(scores, n_expert, k, renormalizes, bias=bias)
     assert torch.equal(ids, expected.gather(1, order))
     torch.testing.assert_close(weights, expected_weights.gather(1, order))
-    last, own, _ = routed(scores[-1:], n_expert, k, renormalizes)
+    last, own, _ = routed(scores[-1:], n_expert, k, renormalizes, bias=bias)
     assert torch.equal(last, ids[-1:]) and torch.equal(own, weights[-1:]), "bits are the row's own"
 
 

@@ -33,9 +33,8 @@ POINTERS = {
     **dict.fromkeys(("parts_ptr", "stats_ptr", "sums_ptr", "cos_ptr", "sin_ptr"), F32),
     **dict.fromkeys(("x_ptr", "total_ptr", "scales_ptr", "logits_ptr", "logp_ptr"), F32),
     **dict.fromkeys(("ids_ptr", "paths_ptr", "rows_ptr", "members_ptr", "blocks_ptr"), I32),
-    **dict.fromkeys(
-        ("scores_ptr", "router_ptr", "weights_ptr", "shared_weights_ptr", "out_scales_ptr"), F32
-    ),
+    **dict.fromkeys(("scores_ptr", "choice_bias_ptr", "router_ptr", "weights_ptr"), F32),
+    **dict.fromkeys(("shared_weights_ptr", "out_scales_ptr"), F32),
     **dict.fromkeys(("experts_ptr", "counts_ptr", "slots_ptr", "params_ptr"), I32),
     **dict.fromkeys(("shared_experts_ptr", "shared_counts_ptr", "shared_slots_ptr"), I32),
     **dict.fromkeys(("seq_len_ptr", "depths_ptr", "slots_ptr", "start_ptr", "path_ptr"), I64),
@@ -82,9 +81,10 @@ def scores(D):
     return expert_kernels.score_kernel, {}, constants, expert_kernels.score_options(D)
 
 
-def route(X_PAD, TOP_K, shares):
+def route(X_PAD, TOP_K, shares, biased=False):
     constants = dict(TOP_K=TOP_K, X_PAD=X_PAD, ROWS=expert_kernels.ROUTE_ROWS)
     constants |= dict(RENORMALIZES=not shares, SHARES=shares, GATED=shares)
+    constants["BIASED"] = biased
     return expert_kernels.route_kernel, {}, constants, expert_kernels.route_options(X_PAD)
 
 
@@ -138,6 +138,7 @@ SMALL = {
     "route": route(128, 8, False),
     "route of a shared expert": route(64, 4, True),
     "route of many": route(512, 10, False),
+    "route by a bias": route(64, 6, True, biased=True),
 }
 
 

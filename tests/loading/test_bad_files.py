@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from fasteagle.cli import main as cli
-from fasteagle.config_hf import MIMO, SUPPORTED_ARCHITECTURES, from_hf
+from fasteagle.config_hf import ERNIE_MOE, MIMO, SUPPORTED_ARCHITECTURES, from_hf
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.heads.read import HEADER_KEY
@@ -146,8 +146,11 @@ def test_an_absent_key_has_the_value_of_the_class_of_transformers(architecture):
     experts |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
     raw = {"architectures": [architecture], **sizes, **(experts if "Mo" in architecture else {})}
     raw |= experts if "Mixtral" in architecture or "Olmoe" in architecture else {}
+    raw |= {"moe_num_experts": 4, "moe_k": 2} if architecture == ERNIE_MOE else {}
     config, ours = kind(**raw), from_hf(raw, "config.json")
     rope = config.rope_parameters
+    assert ours.head_dim == getattr(config, "head_dim", None) or ours.head_dim == 16
+    assert ours.tie_embeddings == config.tie_word_embeddings
     assert ours.rope_base == rope["rope_theta"] and ours.norm_eps == config.rms_norm_eps
     if architecture in ("MistralForCausalLM", "MixtralForCausalLM"):
         assert ours.sliding_window == config.sliding_window

@@ -39,6 +39,8 @@ def test_every_supported_type_dequantizes_exactly(tmp_path, kind):
         ("olmoe", "olmoe"),
         ("granitemoe", "granitemoe"),
         ("granitemoeshared", "granitemoe"),
+        ("ernie", "ernie4_5"),
+        ("erniemoe", "ernie4_5-moe"),
     ],
 )
 @torch.no_grad()

@@ -15,7 +15,6 @@ from fasteagle.config import Eagle3Config, HeadConfig, Llama3RopeScaling
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import open_checkpoint
-from fasteagle.loading.gguf import rope_order
 from fasteagle.loading.gguf_index import read_index
 from fasteagle.loading.heads import gguf as gguf_head
 from fasteagle.loading.heads.find import find_head
@@ -23,6 +22,7 @@ from fasteagle.loading.heads.gguf import NAMES, write_gguf_head
 from fasteagle.loading.heads.read import load_head, open_head
 from fasteagle.loading.heads.tables import official_state
 from fasteagle.loading.heads.write import config_json, save_head
+from fasteagle.loading.rope_order import rope_order
 from fasteagle.model import make_head, rope_table
 from fasteagle.shapes import TreeShape
 from gguf_files import finish

@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 from click.testing import CliRunner
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from fasteagle.cli import main as cli
 from fasteagle.drafting.eagle import EagleDrafter
@@ -66,6 +66,38 @@ def invoke(*arguments):
     return CliRunner().invoke(cli.main, [str(a) for a in arguments])
 
 
+ERNIE_NAMES = {
+    f"model.layers.{N_LAYER}.": "model.mtp_block.0.",
+    "token_layernorm.": "model.mtp_emb_norm.0.",
+    "hidden_layernorm.": "model.mtp_hidden_norm.0.",
+    "input_proj.": "model.mtp_linear_proj.0.",
+}
+
+
+@pytest.fixture(scope="module")
+def ernie(tmp_path_factory):
+    """A model as `qwen2`, whose blocks but the first and the layer's have experts, and its folder.
+
+    In its file the projection reads the embedding first, and there is no norm of its own at the
+    end.
+    """
+    shape = {"num_hidden_layers": N_LAYER + 1, "moe_layer_end_index": N_LAYER - 1}
+    model, folder = make_hf_model("erniemoe", **shape), tmp_path_factory.mktemp("ernie")
+    around = {f"{name}.weight": 1 + 0.2 * torch.randn(D) for name in NORMS[:2]}
+    of_feature, of_embedding = (0.1 * torch.randn(D, 2 * D)).chunk(2, dim=1)
+    around["input_proj.weight"] = torch.cat((of_embedding, of_feature), dim=1)
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    edit_json(folder / "config.json", num_hidden_layers=N_LAYER, num_nextn_predict_layers=1)
+    state = load_file(folder / "model.safetensors") | around
+    for old, new in ERNIE_NAMES.items():
+        state = {name.replace(old, new): tensor for name, tensor in state.items()}
+    save_file(state, folder / "model.safetensors")
+    around["input_proj.weight"] = torch.cat((of_feature, of_embedding), dim=1)
+    around["final_layernorm.weight"] = model.model.norm.weight
+    return (model, around), folder
+
+
 @torch.no_grad()
 def reference(qwen2, tokens, features):
     """Logits and normed output [T, .] of the layer over pairs, by transformers' own block."""
@@ -86,11 +118,16 @@ def reference(qwen2, tokens, features):
     return model.lm_head(out), out
 
 
-def test_it_drafts_what_a_reference_does(qwen2, mimo):
+@pytest.mark.parametrize("family", ["mimo", "ernie"])
+def test_it_drafts_what_a_reference_does(family, request):
     """Three tokens, each from the output of the one before."""
-    checkpoint = open_checkpoint(mimo)
+    if family == "mimo":
+        model, folder = (request.getfixturevalue(name) for name in ("qwen2", "mimo"))
+    else:
+        model, folder = request.getfixturevalue("ernie")
+    checkpoint = open_checkpoint(folder)
     target = load_model(checkpoint, dtype=torch.float32, device="cpu", max_seq_len=512)
-    head, _ = load_head(mimo, checkpoint.config)
+    head, _ = load_head(folder, checkpoint.config)
     head.borrow(target, 512)
     drafter = EagleDrafter(head, TreeShape(3, 1, 3), 512)
     g = torch.Generator().manual_seed(3)
@@ -98,7 +135,7 @@ def test_it_drafts_what_a_reference_does(qwen2, mimo):
     features = torch.randn(9, D, generator=g)
     expected = []
     for step in range(3):
-        logits, out = reference(qwen2, tokens, features)
+        logits, out = reference(model, tokens, features)
         if step == 0:
             drafter.reserve(64)
             ours, feature = drafter.extend(pairs(tokens, features), torch.tensor(9))
@@ -113,17 +150,20 @@ def test_it_drafts_what_a_reference_does(qwen2, mimo):
     assert tree.tokens.tolist() == [5, *expected]
 
 
+@pytest.mark.parametrize("family", ["mimo", "ernie"])
 @pytest.mark.parametrize(("precision", "kind"), [("fp32", "eagle"), ("int4-g32", "fused, chains")])
-def test_a_chat_finds_it_and_says_the_same(mimo, precision, kind):
-    chat = ("chat", "--model", mimo, "-p", "hello", "--precision", precision)
+def test_a_chat_finds_it_and_says_the_same(family, precision, kind, request):
+    folder = request.getfixturevalue(family)
+    folder = folder if family == "mimo" else folder[1]
+    chat = ("chat", "--model", folder, "-p", "hello", "--precision", precision)
     chat += ("--max-new-tokens", 30)
     drafted = invoke(*chat)
     assert drafted.exit_code == 0, drafted.stderr
     assert f"draft head the model's own layer: {kind}" in drafted.stderr, drafted.stderr
     assert "not calibrated" not in drafted.stderr
     assert drafted.stdout == invoke(*chat, "--no-spec").stdout
-    named = invoke(*chat, "--head", mimo)
-    assert named.stdout == drafted.stdout and f"draft head {mimo}: {kind}" in named.stderr
+    named = invoke(*chat, "--head", folder)
+    assert named.stdout == drafted.stdout and f"draft head {folder}: {kind}" in named.stderr
 
 
 @pytest.mark.parametrize("drop", [OWN, f"{OWN}mlp."], ids=["whole", "a part"])

@@ -76,6 +76,8 @@ def test_every_entry_is_pinned_and_described():
         ("qwen1.5-moe", "14.32"),
         ("olmoe-1b-7b", "6.92"),
         ("granite-3.1-1b-a400m", "1.38"),  # 1.33 and the LM head, which is not tied any more
+        ("ernie-4.5-0.3b", "0.36"),
+        ("ernie-4.5-21b-a3b", "21.83"),
     ],
 )
 def test_shapes_have_the_published_number_of_parameters(name, billions):

@@ -21,6 +21,8 @@ LAYERS = {
     "all experts": MoEConfig(5, 5, 32, score="topk_softmax", scale=2.5),
     "shared": MoEConfig(33, 3, 32, shared_ffn_dim=96),
     "shared by a gate": MoEConfig(6, 4, 96, shared_ffn_dim=32, shared_gate=True),
+    "biased": MoEConfig(12, 4, 32, renormalize=True, choice_bias=True),
+    "biased, all weighed": MoEConfig(7, 3, 32, shared_ffn_dim=32, choice_bias=True),
 }
 
 
@@ -43,7 +45,9 @@ def layers(config: MoEConfig, kind: str, D: int = 96) -> tuple[MoE, MoE]:
     torch.manual_seed(0)
     native, twin = MoE(D, config), MoE(D, config)
     twin.router = native.router
-    twin.shared_gate = native.shared_gate
+    twin.shared_gate, twin.choice_bias = native.shared_gate, native.choice_bias
+    if config.choice_bias:
+        native.choice_bias.data.normal_(0, 0.2)
     for name, linear in list(native.named_modules()):
         if name.endswith(("gate_up", "down")):
             weight = packed_weight(linear.out_features, linear.in_features, 32, kind)

@@ -21,6 +21,7 @@ from fasteagle.errors import FasteagleError
 from fasteagle.loading import gguf
 from fasteagle.loading.gguf_index import read_index
 from fasteagle.loading.heads.tables import GGUF_LAYERS, MAP, Raw, State, official_name, target_ids
+from fasteagle.loading.rope_order import rope_order
 from fasteagle.model import rope_frequencies
 from fasteagle.paths import replacing
 
@@ -110,7 +111,7 @@ def read_gguf_head(path: Path) -> tuple[dict[str, Any], State]:
         values = gguf.dequantized(data, tensor)
         n_head, odd = divmod(len(values), raw["head_dim"])
         if name in _PERMUTED and not odd:  # else the shape is refused later
-            values = values[gguf.rope_order(len(values), n_head)]
+            values = values[rope_order(len(values), n_head)]
         official = NAMES.get(name) or _FORKS.get(name, name)
         state[official] = values.to(_EXACT.get(tensor.kind, torch.float32))
     return raw, state
@@ -211,7 +212,7 @@ def _add_tensors(writer: Any, block: ModelConfig, state: State) -> None:
             continue
         values = state[official]
         if name in _PERMUTED:
-            order = gguf.rope_order(len(values), len(values) // block.head_dim)
+            order = rope_order(len(values), len(values) // block.head_dim)
             values = values[order.argsort()]
         values = values.contiguous().cpu()
         if values.ndim == 2 and values.dtype == torch.bfloat16:

@@ -1,8 +1,8 @@
 """Layers for multi-token prediction (MTP) in a model's own files, read as draft heads.
 
-Files are MiMo's folders, and GGUF files with `nextn` tensors. Such a layer was trained with the
-model to predict one token more; as a draft head it reads its own output for each further one. Of
-several layers the first is read.
+Files are folders of MiMo and Ernie-4.5, and GGUF files with `nextn` tensors. Such a layer was
+trained with the model to predict one token more; as a draft head it reads its own output for each
+further one. Of several layers the first is read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from fasteagle.config import mtp_layer
 from fasteagle.config_fields import Fields
 from fasteagle.config_gguf import mtp_layers
-from fasteagle.config_hf import MIMO
+from fasteagle.config_hf import ERNIE, ERNIE_MOE, MIMO
 from fasteagle.loading.checkpoint import open_checkpoint
 from fasteagle.loading.gguf_index import read_index
 from fasteagle.loading.heads.gguf import gguf_of
@@ -52,7 +52,8 @@ def read_layer(path: Path) -> tuple[Raw, State] | None:
         may_hold = file.is_file() and mtp_layers(read_index(file).fields, str(file)) > 0
     else:
         where = path / "config.json"
-        may_hold = MIMO in Fields(read_json(where), str(where)).texts("architectures")
+        architectures = Fields(read_json(where), str(where)).texts("architectures")
+        may_hold = not {MIMO, ERNIE, ERNIE_MOE}.isdisjoint(architectures)
     if not may_hold or not holds_layer(checkpoint := open_checkpoint(file or path)):
         return None
     config, state = mtp_layer(checkpoint.config), _state(checkpoint)
@@ -67,6 +68,8 @@ def _state(checkpoint: Checkpoint) -> State:
         if official := _NAMES.get(module, f"layers.0.{module}"):
             tensor = load_floats(checkpoint, name)
             state[f"{official}.{kind}"] = _reordered(tensor) if module == "input_proj" else tensor
+    if checkpoint.config.architecture in (ERNIE, ERNIE_MOE):  # they use the model's last norm
+        state.setdefault("norm.weight", load_floats(checkpoint, "model.norm.weight"))
     return state
 
 
