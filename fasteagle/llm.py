@@ -333,6 +333,8 @@ def load(
     runtime = RuntimeOptions(device=device, max_seq_len=max_seq_len, threads=threads)
     tree_file = None if tree == "auto" else str(Path(_name("tree", tree)))
     head = None if head is None else _name("head", head)
+    if head is not None and drafter in ("none", "ngram"):
+        raise FasteagleError(f"head has no meaning with drafter {drafter!r}: drop one")
     draft = DraftOptions(drafter=drafter, head=head, tree_file=tree_file)
     llm = open_llm(_name("model", model), runtime.at(precision), draft, notify, prefix_cache_gb)
     if compile and compile_now(llm.engine):

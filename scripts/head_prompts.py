@@ -23,8 +23,9 @@ from typing import Any
 import click
 
 from fasteagle.cli.command import Script
+from fasteagle.config_fields import parse_json
 from fasteagle.paths import require_writable
-from fasteagle.prompts import json_lines
+from fasteagle.prompts import expecting, json_lines
 
 SECOND_TURNS = 0.35  # share of conversations
 SEEDED = "seeded"  # kind that needs seed tasks
@@ -125,6 +126,14 @@ def library_functions() -> list[dict[str, str]]:
     return functions
 
 
+def _seed_task(line: str, where: str) -> dict[str, str]:
+    with expecting('{"instruction": "text", "input": "text", "output": "text"}', where):
+        task = parse_json(line)
+        if not all(type(task[key]) is str for key in ("instruction", "input", "output")):
+            raise ValueError("all three must be texts")
+    return {str(key): task[key] for key in ("instruction", "input", "output")}
+
+
 @click.command(cls=Script, help=__doc__)
 @click.option("--seeds", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option(
@@ -139,7 +148,7 @@ def library_functions() -> list[dict[str, str]]:
 def main(seeds: Path | None, count: int, seed: int, out: Path) -> None:
     require_writable(out)
     lines = json_lines(seeds) if seeds else ()
-    maker = Maker([json.loads(line) for line, _ in lines], seed)
+    maker = Maker([_seed_task(*line) for line in lines], seed)
     conversations: dict[str, list[str]] = {}
     for _ in range(20 * count):
         if len(conversations) == count:

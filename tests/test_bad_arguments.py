@@ -17,6 +17,7 @@ LOADED = [
     ({"model": None}, "model None is no name and no path"),
     ({"head": 3}, "head 3 is no name and no path"),
     ({"head": Path("none")}, "head 'none': no such folder"),
+    ({"head": "x", "drafter": "ngram"}, "head has no meaning with drafter 'ngram'"),
     ({"tree": None}, "tree None is no name and no path"),
     ({"precision": None}, "precision None is no text"),
     ({"precision": "int3"}, "3 bits have no kernel"),

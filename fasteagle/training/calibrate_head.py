@@ -28,7 +28,7 @@ from fasteagle.loading.heads.find import LoadedHead, find_head, named_head, own_
 from fasteagle.loading.heads.read import with_vocabulary
 from fasteagle.loading.heads.write import save_head
 from fasteagle.loading.open import OpenedModel, Runtime, open_model
-from fasteagle.loading.tensors import fingerprint
+from fasteagle.loading.tensors import fingerprint, read_json
 from fasteagle.model import EagleHead, Transformer
 from fasteagle.options import RuntimeOptions
 from fasteagle.paths import cache_dir, require_writable, write_atomic
@@ -260,7 +260,9 @@ class Work:
         self.folder, self._path = folder, folder / "state.json"
         self._state: dict[str, Any] = {"key": key, "results": {}, "spent": 0.0}
         if self._path.exists():
-            self._state = json.loads(self._path.read_text())
+            self._state = read_json(self._path)
+            if not self._state.keys() >= {"key", "results", "spent"}:
+                raise FasteagleError(f"{self._path} is no state of a calibration: remove {folder}")
             if not resume:
                 raise FasteagleError(
                     f"{folder} holds an unfinished calibration: continue it with --resume, or "

@@ -92,6 +92,12 @@ def test_a_run_that_was_cut_off_goes_on_and_chat_finds_the_head(
     assert again.exit_code == 2 and "continue it with --resume" in again.stderr
     other = invoke(*command, "--resume", "--tokens", 4000)
     assert other.exit_code == 2 and "other settings (tokens 50000 -> 4000)" in other.stderr
+    whole = (work / "state.json").read_text()
+    for damaged, what in ((whole[:-9], "cannot be read as JSON"), ("{}", "no state of a")):
+        (work / "state.json").write_text(damaged)
+        refused = invoke(*command, "--resume")
+        assert refused.exit_code == 2 and what in refused.stderr, refused.stderr
+    (work / "state.json").write_text(whole)
     done = invoke(*command, "--resume")
     assert done.exit_code == 0, done.stderr
     assert "step 27 of 30" in done.stderr and "step 24 of 30" not in done.stderr

@@ -88,6 +88,9 @@ def test_prompts_of_every_kind(tmp_path, monkeypatch):
         files.append(tmp_path / name)
         command = ["--count", "300", "--seeds", str(seeds), "--out", str(files[-1]), *more]
         assert CliRunner().invoke(head_prompts.main, command).exit_code == 0
+    seeds.write_text('{"instruction": "Sing.", "input": "", "output": 3}\n')
+    refused = CliRunner().invoke(head_prompts.main, command)
+    assert refused.exit_code == 2 and "seeds.jsonl, line 1: expected" in refused.stderr
     first, same, other = (path.read_text().splitlines() for path in files)
     assert first == same != other
     assert len({tuple(json.loads(line)["turns"][:1]) for line in first}) == len(first) == 300
