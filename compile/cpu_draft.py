@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -80,7 +81,7 @@ class NativeDraft:
     """
 
     def __init__(self) -> None:
-        self._heads: dict[EagleHead, NativeChain | None] = {}
+        self._heads = WeakKeyDictionary[EagleHead, NativeChain | None]()
         self._chains: dict[tuple[int, int], Proposal] = {}  # by rows and source
 
     def runs(self, drafter: Drafter | None, spec: CycleSpec) -> bool:

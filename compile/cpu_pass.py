@@ -7,9 +7,11 @@ operations is several times slower than in a loop without them. References: `cyc
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from fasteagle.compile.cpu_blocks import NativeBlocks
 from fasteagle.decoding.cycle import EAGER, Proposal
@@ -105,8 +107,10 @@ class NativeFinish:
     """
 
     def __init__(self) -> None:
-        self._of: DecodeState | None = None
-        self._state: State  # tensors of the last state: its attributes cost time in each cycle
+        # The last state, and those of its tensors that never change: its attributes cost time in
+        # each cycle. A cache may change, and must not outlive its sequence here.
+        self._of: weakref.ref[DecodeState] | None = None
+        self._fixed: dict[str, Tensor] = {}
 
     def __call__(
         self, state: DecodeState, spec: CycleSpec, proposal: Proposal, output: Output
@@ -128,23 +132,11 @@ class NativeFinish:
         )
 
     def _tensors(self, state: DecodeState) -> State:
-        rows, features = state.cache.rows, state.features
-        if self._of is state and self._state.rows is rows and self._state.features is features:
-            return self._state
-        self._of, self._state = (
-            state,
-            State(
-                seq_len=state.seq_len,
-                root=state.root,
-                count=state.count,
-                tokens=state.tokens,
-                features=features,
-                text=state.text,
-                result=state.result,
-                rows=rows,
-            ),
-        )
-        return self._state
+        if self._of is None or self._of() is not state:
+            self._of = weakref.ref(state)
+            names = ("seq_len", "root", "count", "tokens", "text", "result")
+            self._fixed = {name: getattr(state, name) for name in names}
+        return State(**self._fixed, features=state.features, rows=state.cache.rows)
 
 
 def _sampling(state: DecodeState, kind: SamplingMode) -> Sampling:

@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -98,20 +99,26 @@ void check_caches(at::TensorList caches) {
 }
 
 struct Scratch {
-  std::vector<uint8_t> memory;
-  size_t used = 0;
+  std::unique_ptr<uint8_t[]> memory;  // without values
+  size_t size = 0, used = 0;
 
+  // Makes room for `bytes`, and for some more, because texts grow.
   void reserve(size_t bytes) {
     used = 0;
-    if (memory.size() < bytes + 4096) memory.resize(bytes + 4096);
+    if (size >= bytes + 4096) return;
+    size = 0;
+    memory.reset();  // before there is more: nobody reads what it holds
+    const size_t more = bytes + bytes / 4 + 4096;
+    memory.reset(new uint8_t[more]);
+    size = more;
   }
   template <class E>
   E* take(size_t n) {
     used = (used + 63) / 64 * 64;
-    uint8_t* start = (uint8_t*)(((uintptr_t)memory.data() + 63) / 64 * 64);
+    uint8_t* start = (uint8_t*)(((uintptr_t)memory.get() + 63) / 64 * 64);
     E* p = (E*)(start + used);
     used += n * sizeof(E);
-    TORCH_INTERNAL_ASSERT(used + 64 <= memory.size(), "scratch memory");
+    TORCH_INTERNAL_ASSERT(used + 64 <= size, "scratch memory");
     return p;
   }
   Activations activations(int64_t rows, int64_t K) {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 
 import pytest
 import torch
@@ -240,6 +242,21 @@ def test_scores_beyond_fp32_are_no_token(target, params, largest):
     logits = torch.full((1, 60), largest)
     finish(state, spec, Proposal.of(state.root_alone(1)), Output(logits, logits[:, :1]))
     assert int(state.result[0]) == BAD_ROW
+
+
+def test_a_cache_and_a_state_end_with_their_sequence(target):
+    """What siblings share keeps neither, and room that is given back is free at once."""
+    backend = CpuBackend(target)
+    engine = Engine(target, 400, backend=backend)
+    list(engine.generate([1, 2, 3], SamplingParams(), 300))
+    state, rows = weakref.ref(engine.state), weakref.ref(engine.state.cache.rows)
+    engine.restart()
+    engine.reserve(1)
+    gc.collect()
+    assert rows() is None, "the larger cache"
+    del engine
+    gc.collect()
+    assert state() is None
 
 
 def test_what_the_kernels_do_not_do_is_done_by_the_cycle(target):
