@@ -32,6 +32,16 @@ from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import AnyShape, GatedChain
 
 TABLE = 5  # version of the stored table; other versions are ignored
+# What gated chains cost on CPUs, about, in plain passes: to begin with where nothing is measured.
+USUAL = Costs(
+    {1: 1.0, 2: 1.15, 4: 1.5, 8: 2.2, 16: 3.6, 32: 6.5},
+    {},
+    {},
+    other=0.03,
+    plain_other=0.02,
+    lookup=0.01,
+    chain={1: 0.1, 8: 0.45},
+)
 
 
 def conditions(engine: Engine) -> dict[str, Any]:
@@ -163,6 +173,23 @@ def tune_now(
         return None
     costs, seconds = costs_of(engine, drafter, notify, kind, anew=anew, compiled=compiled)
     return follow_costs(engine, drafter, costs), seconds
+
+
+def begin_policy(engine: Engine) -> None:
+    """Let a policy decide on gated chains before anything is measured, by stored or usual costs.
+
+    Such chains wait for no compiler. The times of the cycles soon correct what is not true here.
+    """
+    drafter = tunable(engine)
+    if drafter is None or not isinstance(drafter.shape, GatedChain):
+        return
+    assert drafter.tuning is not None, "see `tunable`"
+    costs = load_costs(drafter.tuning.path, engine, lambda line: None)  # the tuner reports
+    if costs is None:
+        measurement = Measurement(engine, drafter)
+        measurement.verify(1)  # which may read the weights from the disk
+        costs = USUAL.scaled(measurement.verify(1))
+    follow_costs(engine, drafter, costs)
 
 
 def choose_plain_rows(

@@ -23,7 +23,7 @@ from fasteagle.answering.known_texts import KnownTexts
 from fasteagle.answering.prefix_cache import PrefixCache
 from fasteagle.answering.several import Answers
 from fasteagle.compile.blocks import compile_now
-from fasteagle.compile.costs import tune_now
+from fasteagle.compile.costs import begin_policy, tune_now
 from fasteagle.decoding.stats import Stats
 from fasteagle.device import give_back
 from fasteagle.errors import FasteagleError
@@ -376,6 +376,7 @@ def open_llm(
     engine = runtime.engine
     engine.use(drafting.drafter(runtime.name, engine, runtime.checkpoint, notify))
     engine.compile_ahead()
+    begin_policy(engine)
     if model == DEFAULT_MODEL:
         notify(f"{model} is a small model for trying out, and often wrong: see `fasteagle models`")
     return LLM(

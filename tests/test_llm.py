@@ -16,6 +16,7 @@ import pytest
 import fasteagle
 from fasteagle import FasteagleError
 from fasteagle.batch import Batch, NoRoomError
+from fasteagle.compile.costs import USUAL, store_costs
 from fasteagle.decoding.runner import Backend, Runner
 from fasteagle.decoding.stats import Stats
 from fasteagle.drafting.ngram import NgramDrafter
@@ -326,6 +327,23 @@ def test_what_a_batch_refuses(llm):
         llm.chat_batch(["hello", []])
     with pytest.raises(FasteagleError, match="the prompt is empty"):
         llm.generate_batch([[5], []])
+
+
+def test_a_policy_decides_from_the_first_token_on(tiny_dir):
+    """By usual costs until some are measured, then by these."""
+    with fasteagle.load(str(tiny_dir), precision="int8") as llm:
+        engine = llm.engine
+        policy = engine.drafter.policy
+        passes = policy.costs.passes
+        assert passes[8] / passes[1] == pytest.approx(USUAL.passes[8])
+        assert llm.chat("hello", max_new_tokens=20, temperature=1.0, seed=1).tokens
+        assert sum(policy.used.values()) > 0
+        costs = USUAL.scaled(7.0)
+        store_costs(engine.drafter.tuning.path, engine, costs, 1.0)
+    with fasteagle.load(str(tiny_dir), precision="int8") as llm:
+        assert llm.engine.drafter.policy.costs == costs
+    with fasteagle.load(str(tiny_dir), precision="fp32") as llm:
+        assert llm.engine.drafter.policy is None, "its trees are compiled first"
 
 
 @pytest.mark.slow

@@ -63,6 +63,16 @@ class Costs:
         """Return the time of a whole cycle with a tree of `shape`."""
         return self.draft(shape) + self.verify(shape.rows) + self.other
 
+    def scaled(self, factor: float) -> Costs:
+        """Return all times multiplied by `factor`."""
+        tables = self.passes, self.first_level, self.level, self.chain
+        passes, first_level, level, chain = (
+            {size: factor * ms for size, ms in table.items()} for table in tables
+        )
+        other, plain_other = factor * self.other, factor * self.plain_other
+        lookup = factor * self.lookup
+        return Costs(passes, first_level, level, other, plain_other, lookup, chain)
+
     def as_json(self) -> dict[str, Any]:
         """Return these costs as plain values for JSON, as `from_json` reads them."""
         return dataclasses.asdict(self)

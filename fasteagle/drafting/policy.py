@@ -39,6 +39,7 @@ FORGOTTEN = 0.25  # weight of earlier cycles in the averages after a pause
 INTERRUPTION = 4.0  # times the usual time; more is an interruption of the process
 PRIOR_CYCLES = 4.0  # weight of an expectation, in cycles
 FIRST_DISTANCE, LONGEST_DISTANCE = 8, 512  # drafted cycles between two blocks of plain passes
+SHIFT, SETTLING = 1.2, 24  # change of drafted cycles' times that asks for a block, after so many
 BLOCK, FEWEST = 8, 5  # plain passes of a block
 WARM = 2  # first passes of a block, which are not counted
 OPTIMISM = 0.8  # a block ends early where plain passes would not pay at this share of their time
@@ -155,6 +156,7 @@ class Policy:
         self._block = 0  # plain passes left of a block that times them
         self._distance = FIRST_DISTANCE  # to the next block, in drafted cycles
         self._until_block = FIRST_DISTANCE
+        self._drift_then = 1.0  # when plain passes were timed last
         self._pauses = Pauses()
         self._shape: AnyShape | None = None
         # Of gated chains: path probabilities from which they continue, and the tokens that a chain
@@ -267,6 +269,7 @@ class Policy:
             if self._block and not self._is_decided():
                 return
             self._block = 0
+            self._drift_then = self._drift.mean()
             self._draft()
         elif self._shape is None:
             self._pauses.left -= 1
@@ -307,10 +310,15 @@ class Policy:
         self._since += 1
         self._pauses.count()
         self._until_block -= 1
-        if self._until_block <= 0:
+        drafted = self._distance - self._until_block
+        shift = self._drift.mean() / self._drift_then
+        is_other = drafted > SETTLING and not 1 / SHIFT < shift < SHIFT
+        if self._until_block <= 0 or is_other:
             self._distance = min(4 * self._distance, LONGEST_DISTANCE)
             self._until_block, self._block = self._distance, BLOCK
             self._set_prices()
+            if is_other:
+                self._plain.clear()  # of another pace
         elif self._since >= EVERY:
             self._draft()
 

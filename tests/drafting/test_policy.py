@@ -171,6 +171,30 @@ def test_plain_passes_are_timed_in_blocks_which_become_rare():
     assert policy.plain_ms == 5.0
 
 
+@pytest.mark.parametrize(("pace", "timed"), [(1.0, False), (0.6, True), (1.6, True)])
+def test_plain_passes_are_timed_anew_where_the_machine_has_changed(pace, timed):
+    policy = policy_of(SLOW)
+
+    def run(speed, cycles):
+        """Return after how many drafted cycles the last plain pass came."""
+        drafted, last = 0, None
+        while drafted < cycles:
+            if policy.next_shape is None:
+                policy.learn(None, Outcome(ms=speed * 5.0, verify_ms=speed * 4.9))
+                last = drafted
+                continue
+            ms = [speed * time for time in (7.0, 1.2, 5.4)]
+            policy.learn(CHAIN, Outcome(2, 0, 3, True, (0.8, 0.7, 0.6), *ms))
+            drafted += 1
+        return last
+
+    assert run(1.0, 200) == 8 + 32 + 128  # and the next one is due 512 cycles later
+    last = run(pace, 120)
+    assert (last is not None) == timed
+    if timed:
+        assert policy.plain_ms == pytest.approx(pace * 5.0)
+
+
 def test_a_looked_up_chain_teaches_nothing_of_the_head():
     policy = policy_of(SLOW, GatedChain(REACH), lookup=True)
     gain = policy.head_gain
