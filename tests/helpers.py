@@ -256,6 +256,9 @@ class Letters:
     def encode(self, text: str) -> list[int]:
         return [(ord(c) - 0x4E00 if ord(c) >= 0x4E00 else ord(c)) % self.vocab_size for c in text]
 
+    def encode_rest(self, text: str, start: int) -> list[int]:
+        return self.encode(text[start:])
+
     def decode(self, ids) -> str:
         return "".join(chr(0x4E00 + i) for i in ids)
 

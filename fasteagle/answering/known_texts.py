@@ -23,12 +23,16 @@ class KnownTexts:
         self._known: tuple[tuple[str, list[int]], ...] = ()
 
     def encode(self, text: str) -> list[int]:
-        """Return token ids of `text`; its longest known beginning keeps its tokens."""
+        """Return token ids of `text`; its longest known beginning keeps its tokens.
+
+        A beginning that ends inside a special token is none: the tokenizer would not find it.
+        """
         begins = [known for known in self._known if text.startswith(known[0])]
-        if not begins:
-            return self._tokenizer.encode(text)
-        start, ids = max(begins, key=lambda known: len(known[0]))
-        return ids + self._tokenizer.encode(text[len(start) :])
+        for start, ids in sorted(begins, key=lambda known: len(known[0]), reverse=True):
+            rest = self._tokenizer.encode_rest(text, len(start))
+            if rest is not None:
+                return ids + rest
+        return self._tokenizer.encode(text)
 
     def add(self, text: str, prompt: Sequence[int], answer: Sequence[int]) -> None:
         """Store the `answer` that followed the `prompt` of `text`."""

@@ -68,6 +68,16 @@ class ChatTokenizer:
         ids = self._backend.encode(begin, add_special_tokens=False)
         return [*ids, *chain.from_iterable(self._continued(rest))] if rest else ids
 
+    def encode_rest(self, text: str, start: int) -> list[int] | None:
+        """Return the token ids of `text` from `start` on, or None if that is inside a mark."""
+        marks = self._marks[1]
+        if any(mark.start() < start < mark.end() for mark in marks.finditer(text)):
+            return None
+        rest = text[start:]
+        if marks.match(rest):  # no blank comes before a mark
+            return self.encode(rest)
+        return list(chain.from_iterable(self._continued(rest.split(LITERAL))))
+
     def _continued(self, texts: list[str]) -> Iterator[list[int]]:
         """Yield token ids of texts inside words, which SentencePiece would begin with a blank."""
         _, line = self._line
@@ -234,6 +244,9 @@ class DummyTokenizer(ChatTokenizer):
         data = text.encode()
         pieces = (data[i : i + 4] for i in range(0, len(data), 4))
         return [zlib.crc32(piece) % self._vocab_size for piece in pieces]
+
+    def encode_rest(self, text: str, start: int) -> list[int]:
+        return self.encode(text[start:])
 
     def decode(self, ids: Sequence[int]) -> str:
         return "tok " * len(ids)
