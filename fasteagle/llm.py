@@ -22,6 +22,7 @@ from fasteagle.answering.keywords import (
 from fasteagle.answering.known_texts import KnownTexts
 from fasteagle.answering.prefix_cache import PrefixCache
 from fasteagle.answering.several import Answers
+from fasteagle.answering.stream import without_open_thought
 from fasteagle.compile.blocks import compile_now
 from fasteagle.compile.costs import begin_policy, tune_now
 from fasteagle.decoding.stats import Stats
@@ -160,10 +161,12 @@ class LLM:
 
         With `stream`, yields chunks as they come. Raises `FasteagleError` for invalid arguments.
         """
-        prompt = self._prompt_of(messages, think)
+        prompt = self._prompt_of(messages, think, read_keywords(keywords)[2])
         return self._run(prompt.ids, stream, keywords, prompt.text)
 
-    def _prompt_of(self, messages: str | Sequence[Message], think: bool | None) -> Prompt:
+    def _prompt_of(
+        self, messages: str | Sequence[Message], think: bool | None, form: GrammarSpec | None
+    ) -> Prompt:
         """Return the prompt of a conversation or a question; raise `FasteagleError`."""
         self._check_open()
         if isinstance(messages, str):
@@ -177,16 +180,23 @@ class LLM:
             if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
                 raise FasteagleError(f"messages: {message!r} is no dictionary of role and content")
             check_text("content", message["content"])
-        return self.prompt(messages, think)
+        return self.prompt(messages, think, form)
 
-    def prompt(self, messages: Sequence[Message], think: bool | None = None) -> Prompt:
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        think: bool | None = None,
+        form: GrammarSpec | None = None,
+    ) -> Prompt:
         """Return the prompt of a conversation; answers of this model keep their tokens.
 
-        Raises `FasteagleError` for `think` where the chat template has no such switch.
+        A `form` ends an open thought. Raises `FasteagleError` for `think` without a switch for it.
         """
         if think is not None:
             self.tokenizer.check_think(think)
         text = self.tokenizer.render(messages, think=think)
+        if form is not None:
+            text = without_open_thought(text)
         return Prompt(text, self.texts.encode(text))
 
     @overload
@@ -235,7 +245,8 @@ class LLM:
     ) -> list[Answer]:
         """Answer several conversations, up to `size` of them at once; see `generate_batch`."""
         several = listed("conversations", conversations)
-        prompts = [self._prompt_of(one, think).ids for one in several]
+        form = read_keywords(keywords)[2]
+        prompts = [self._prompt_of(one, think, form).ids for one in several]
         return self._run_batch(prompts, size, keywords)
 
     def generate_batch(

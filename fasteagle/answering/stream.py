@@ -69,6 +69,11 @@ def opened_thought(prompt: str) -> str:
     return mark + after if mark and not after.strip() else ""
 
 
+def without_open_thought(prompt: str) -> str:
+    """Return `prompt` with the thought ended that it begins: a form leaves no room for one."""
+    return f"{prompt}\n{END_THINK}\n\n" if opened_thought(prompt) else prompt
+
+
 class ThoughtSplitter:
     """Splitter of an answer into its thought, from `<think>` to `</think>`, and the rest.
 

@@ -121,10 +121,10 @@ class ChatSession:
         room = min(self.answer.max_new_tokens, limit // 4)
         system = [{"role": "system", "content": self.system}] if self.system else []
         turns = list(self.turns)
-        prompt = self.llm.prompt([*system, *turns], self.think)
+        prompt = self.llm.prompt([*system, *turns], self.think, self.form)
         while len(prompt.ids) + room > limit and len(turns) > 1:
             del turns[:2]
-            prompt = self.llm.prompt([*system, *turns], self.think)
+            prompt = self.llm.prompt([*system, *turns], self.think, self.form)
         if len(prompt.ids) >= limit:
             return prompt  # the question alone is too long: the engine says so, nothing is lost
         n_dropped = (len(self.turns) - len(turns)) // 2

@@ -9,7 +9,7 @@ from typing import Any
 
 from fasteagle.answering.answer import AnswerRequest
 from fasteagle.answering.grammar_check import try_grammar
-from fasteagle.answering.stream import END_THINK, opened_thought
+from fasteagle.answering.stream import END_THINK, opened_thought, without_open_thought
 from fasteagle.config_fields import parse_shallow_json
 from fasteagle.errors import FasteagleError
 from fasteagle.llm import LLM
@@ -100,9 +100,8 @@ class Planner:
         elif tools_form is not None and not takes_several_calls(self._llm.tokenizer):
             most_calls = 1  # the client could not send more back
         form, may_think = self._chat_form(body, tools_form, tools, most_calls)
-        if not may_think and opened_thought(text):
-            # Of the form's first token on there is no room for a thought that the template begins.
-            text += f"\n{END_THINK}\n\n"
+        if not may_think:
+            text = without_open_thought(text)
         answers = self._answers(body, self._llm.texts.encode(text), limit, n_top)
         names = frozenset(tool.function.name for tool in body.tools or [])
         return Plan(answers, form, text, opened_thought(text), tools_form, names, most_calls)

@@ -8,13 +8,14 @@ import shutil
 import pytest
 from click.testing import CliRunner
 
+import fasteagle
 from fasteagle.cli import main as cli
 from fasteagle.cli.session import ChatSession
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.generate import Engine
 from fasteagle.llm import LLM
 from fasteagle.loading.tokenizer import ChatTokenizer
-from fasteagle.options import AnswerOptions, SamplingParams
+from fasteagle.options import AnswerOptions, GrammarSpec, SamplingParams
 from fasteagle.shapes import TreeShape
 from helpers import THINKING_TEMPLATE, TINY_VOCAB, Letters, random_head
 
@@ -145,6 +146,22 @@ def thinking_dir(tiny_dir, tmp_path):
     folder = shutil.copytree(tiny_dir, tmp_path / "thinking")
     (folder / "chat_template.jinja").write_text(THINKING_TEMPLATE)
     return folder
+
+
+def test_a_form_leaves_no_room_for_a_thought(thinking_dir):
+    """It was written inside the open one, so that the next prompt had an empty answer."""
+    pytest.importorskip("llguidance")
+    llm = fasteagle.load(str(thinking_dir), precision="fp32", drafter="none")
+    form = GrammarSpec("regex", "yes|no")
+    text = "<|user|>hello<|end|><|assistant|><think>\n\n</think>\n\n"
+    answers = [llm.chat("hello", regex=form.text), *llm.chat_batch(["hello"], regex=form.text)]
+    n_tokens = len(llm.tokenizer.encode(text))
+    assert [one.stats.prompt_tokens for one in answers] == [n_tokens] * 2
+    session = ChatSession(llm, SamplingParams(), AnswerOptions(12), form=form)
+    shown = answer(session, "hello")
+    assert shown in ("yes", "no") and session.turns[-1]["content"] == shown
+    assert answer(session, "and more") in ("yes", "no")
+    assert f"<|assistant|>{shown}<|end|><|user|>and more<|end|>" in cached_text(session)
 
 
 def chat(folder, *options):
