@@ -43,6 +43,7 @@ class ChatTokenizer:
 
     def __init__(self, backend: Any, eos_ids: frozenset[int], template: str | None = None) -> None:
         self._backend = backend
+        self._pieces: dict[int, str] = {}  # of the tokens that `piece` was asked for
         own = backend.chat_template
         self._with_tools: str | None = None  # template of its own, where files name several
         if isinstance(own, dict):
@@ -112,8 +113,10 @@ class ChatTokenizer:
 
     def piece(self, token: int) -> str:
         """Return the text of a token within a text: at its beginning some drop a blank."""
-        line, ids = self._line
-        return self.raw([*ids, token])[len(line) :]
+        if token not in self._pieces:
+            line, ids = self._line
+            self._pieces[token] = self.raw([*ids, token])[len(line) :]
+        return self._pieces[token]
 
     @cached_property
     def _line(self) -> tuple[str, list[int]]:

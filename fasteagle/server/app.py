@@ -116,7 +116,8 @@ class Server:
         except BaseException:
             leave(jobs)
             raise
-        return JSONResponse(whole_reply(replies, answers))
+        # In a thread: log-probabilities of a long answer are megabytes.
+        return await asyncio.to_thread(lambda: JSONResponse(whole_reply(replies, answers)))
 
     async def planned(
         self, request: Request, job: Job, make: Callable[[], Found], answers: bool = True

@@ -10,12 +10,21 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    field_validator,
+    model_validator,
+)
 
 from fasteagle.config_fields import check_nesting
 
 MOST_LOGPROBS = 20
 MOST_TOOLS = 1024
+MOST_PARTS = 2**14  # messages, parts and calls of a request: to check them takes 20 us each
 
 Item = TypeVar("Item")
 
@@ -160,6 +169,21 @@ class ChatMessage(Strict):
     annotations: list[Any] | None = Ignored
 
 
+def _check_count(messages: Any) -> Any:
+    """Refuse more messages, parts and calls than the event loop can check meanwhile."""
+    count = len(messages) if isinstance(messages, list) else 0
+    for message in messages if 0 < count <= MOST_PARTS else ():
+        for part in ("content", "tool_calls"):
+            several = message.get(part) if isinstance(message, dict) else None
+            count += len(several) if isinstance(several, list) else 0
+    if count > MOST_PARTS:
+        raise ValueError(f"{count:,} with their parts and calls: use at most {MOST_PARTS:,}")
+    return messages
+
+
+Messages = Annotated[Many[ChatMessage], BeforeValidator(_check_count)]
+
+
 class Function(Strict):
     name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
     description: str | None = None
@@ -194,7 +218,7 @@ class ResponseFormat(Strict):
 
 
 class ChatRequest(Sampled):
-    messages: Many[ChatMessage] = Field(min_length=1)
+    messages: Messages = Field(min_length=1)
     max_completion_tokens: int | None = None
     modalities: Many[Literal["text"]] | None = None
     logprobs: bool | None = None
@@ -227,7 +251,7 @@ class CompletionRequest(Sampled):
 class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
-    messages: Many[ChatMessage] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
 

@@ -12,7 +12,7 @@ import pytest
 
 from conftest import CHAT, SHORT, failures, serving, until
 from fasteagle.options import ServeOptions
-from fasteagle.server import prepare
+from fasteagle.server import app, prepare
 from fasteagle.server.prepare import Planner
 
 
@@ -62,6 +62,60 @@ def test_who_leaves_while_planning_keeps_the_place_until_it_is_over(loaded, plan
         until(lambda: small.server.queue.n_waiting == 0)
         assert httpx.post(small.url + CHAT, json=SHORT).status_code == 200
         assert len(begun) == 2
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "user", "content": "a"}] * 20_000,
+        [{"role": "user", "content": [{"type": "text", "text": ""}] * 1000}] * 20,
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}] * 20_000}],
+    ],
+    ids=["messages", "parts", "calls"],
+)
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+def test_a_body_of_many_small_parts_is_refused_by_their_number(live, path, messages):
+    """To check 300,000 of them, 8 MiB, took the event loop 3 to 6 seconds."""
+    reply = httpx.post(live.url + path, json={"messages": messages})
+    error = reply.json()["error"]
+    assert reply.status_code == 400 and error["param"] == "messages"
+    assert error["message"].endswith("with their parts and calls: use at most 16,384")
+
+
+def test_a_long_reply_is_written_beside_others(live, monkeypatch):
+    """Log-probabilities of 2,000 tokens with 20 others each took the event loop seconds."""
+    begun, go_on, original = threading.Event(), threading.Event(), app.whole_reply
+
+    def slow(*arguments):
+        begun.set()
+        assert go_on.wait(20)
+        return original(*arguments)
+
+    monkeypatch.setattr(app, "whole_reply", slow)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(httpx.post, live.url + CHAT, json=SHORT, timeout=30)
+        try:
+            assert begun.wait(10)
+            assert httpx.get(f"{live.url}/health", timeout=5).status_code == 200
+        finally:
+            go_on.set()
+        assert asked.result().status_code == 200
+
+
+def test_log_probabilities_decode_a_token_once(live, monkeypatch):
+    tokenizer, asked = live.llm.tokenizer, []
+    raw = type(tokenizer).raw
+
+    def counted(ids):
+        if len(ids) == 2:  # a token within a text
+            asked.append(tuple(ids))
+        return raw(tokenizer, ids)
+
+    monkeypatch.setattr(tokenizer, "raw", counted)
+    for more in ({}, {"stream": True}):
+        body = {**SHORT, "logprobs": True, "top_logprobs": 20, "max_tokens": 30, **more}
+        assert httpx.post(live.url + CHAT, json=body).status_code == 200
+    assert len(asked) == len(set(asked)) > 20
 
 
 @pytest.fixture
