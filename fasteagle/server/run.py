@@ -76,8 +76,15 @@ class Protocol(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        # Closing would wait for what is in the buffer.
-        self._stalled = self.loop.call_later(WRITE_SECONDS, self.transport.abort)
+        self._wait_for_reader()
+
+    def _wait_for_reader(self, n_bytes: float = math.inf) -> None:
+        """Go on waiting for a client that has taken some of `n_bytes`; end the connection else."""
+        left = self.transport.get_write_buffer_size()
+        if left >= n_bytes:
+            self.transport.abort()  # closing would wait for what is in the buffer
+        else:
+            self._stalled = self.loop.call_later(WRITE_SECONDS, self._wait_for_reader, left)
 
     def resume_writing(self) -> None:
         super().resume_writing()

@@ -6,7 +6,9 @@ import asyncio
 import concurrent.futures
 import contextlib
 import functools
+import json
 import re
+import socket
 import time
 
 import httpx
@@ -16,7 +18,7 @@ from conftest import CHAT, LONG, SHORT, busy, deaf, failures, load, n_generated,
 from fasteagle.answering.answer import Chunk
 from fasteagle.generate import Engine
 from fasteagle.options import ServeOptions
-from fasteagle.server import run
+from fasteagle.server import app, run
 from fasteagle.server.job import Job, TimedOutError, groups
 
 
@@ -185,6 +187,24 @@ def test_a_client_that_does_not_read_is_dropped(loaded, monkeypatch):
             while client.recv(2**20):  # what the kernel holds, then the end
                 pass
         assert httpx.post(found.url + CHAT, json=SHORT).status_code == 200
+
+
+def test_a_client_that_reads_slowly_gets_all(loaded, monkeypatch):
+    """It was dropped after the time for one that takes nothing, in the middle of a body."""
+    monkeypatch.setattr(run, "WRITE_SECONDS", 0.3)
+    monkeypatch.setattr(app, "whole_reply", lambda *arguments: {"text": "x" * 2**22})
+    with serving(loaded) as found, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
+        client.connect(("127.0.0.1", found.port))
+        raw = json.dumps(SHORT).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        client.sendall(f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
+        client.settimeout(10)
+        begin, n_bytes = time.monotonic(), 0
+        while n_bytes < 2**22 and (data := client.recv(2**16)):
+            n_bytes += len(data)
+            time.sleep(0.015)
+        assert n_bytes >= 2**22 and time.monotonic() - begin > 3 * run.WRITE_SECONDS
 
 
 def test_a_client_that_does_not_read_holds_up_nobody(live, slow):
