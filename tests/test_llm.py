@@ -317,6 +317,28 @@ def test_a_batch_takes_the_room_that_there_is(llm, monkeypatch):
             llm.chat_batch(["hello"])
 
 
+def test_a_batch_waits_with_the_rest_where_others_take_the_last_slot(llm, monkeypatch):
+    """It lost all its answers if that was between its look and its turn."""
+    questions = ["hello", "a b a b", "Why?"]
+    alone = [llm.chat(question, max_new_tokens=20).tokens for question in questions]
+    others, opening = [], llm.answers._open
+
+    def taken(*arguments):
+        if len(llm.answers.running) == 1 and not others:
+            others.extend(llm.chat("x", stream=True) for _ in range(llm.answers.size - 1))
+            for other in others:
+                next(other)
+        opening(*arguments)
+
+    monkeypatch.setattr(llm.answers, "_open", taken)
+    try:
+        answers = llm.chat_batch(questions, size=3, max_new_tokens=20)
+    finally:
+        for other in others:
+            other.close()
+    assert [one.tokens for one in answers] == alone and len(others) == llm.answers.size - 1
+
+
 def test_what_a_batch_refuses(llm):
     for size in (0, 9, 2.5, "x"):
         with pytest.raises(FasteagleError, match=f"size {size!r} is out of range: use 1 .. 8"):

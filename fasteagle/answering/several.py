@@ -23,6 +23,10 @@ Event = Chunk | Exception | None  # None: the answer is whole; an error ended it
 MOST_UNREAD = 64  # chunks of a stream that wait to be read, from which its answer pauses
 
 
+class SlotsTakenError(FasteagleError):
+    """Error where as many answers are under way as may be at once."""
+
+
 class Answers:
     """Answers under way, up to `size` at once: `Batch`, with what a model keeps between answers.
 
@@ -121,7 +125,7 @@ class Answers:
     ) -> Generator[Chunk]:
         """Yield the chunks of an answer; other streams go on meanwhile.
 
-        Raises `FasteagleError` where too many answers are under way.
+        Raises `SlotsTakenError` where too many answers are under way.
         """
         key = object()
         try:
@@ -148,6 +152,10 @@ class Answers:
                             raise
                         size = len(reading)
                         break
+                    except SlotsTakenError:  # by another thread, after `has_room`
+                        if not reading:
+                            raise
+                        break
                     reading[waiting.popleft()] = self._read(keys[i])
                 for i, reader in list(reading.items()):
                     chunk = next(reader, None)
@@ -166,7 +174,7 @@ class Answers:
     ) -> None:
         with self._turn():
             if not self.has_room:
-                raise FasteagleError(
+                raise SlotsTakenError(
                     f"{self.size} answers are under way, and no more run at once: read a stream to "
                     "its end or close it first, or let `fasteagle serve` queue requests"
                 )
