@@ -78,6 +78,14 @@ def require_word(name: str, value: Any, words: Sequence[str]) -> None:
     require(value in words, f"{name} {value!r} is unknown: use {known}")
 
 
+def check_host_names(name: str, hosts: Sequence[str]) -> None:
+    """Raise `FasteagleError` unless the values of the option `name` are names or IP addresses."""
+    for host in hosts:
+        require(host != "", f"{name} '' is empty: give a name, as example.org")
+        alone = host.count(":") != 1 and not set(host) & set("/[]")  # an IPv6 address has more
+        require(alone, f"{name} {host!r}: use the name without a port, as example.org")
+
+
 def require(ok: bool, message: str) -> None:
     """Raise `FasteagleError` with `message` unless `ok`."""
     if not ok:

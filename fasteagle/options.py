@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from fasteagle.config_fields import parse_shallow_json
 from fasteagle.errors import FasteagleError
-from fasteagle.option_fields import check, option, require
+from fasteagle.option_fields import check, check_host_names, option, require
 from fasteagle.shapes import MAX_REACH, FusedShape, TreeShape
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -386,7 +386,7 @@ class ServeOptions:
     def __post_init__(self) -> None:
         check(self)
         require(self.host != "", "host '' is empty: give an address, as 127.0.0.1")
-        require(all(self.allow_host), "allow-host '' is empty: give a name, as example.org")
+        check_host_names("allow-host", self.allow_host)
         for origin in self.allow_origin:
             plain = origin.count("/") == 2 and origin.startswith(("http://", "https://"))
             require(plain, f"allow-origin {origin!r}: use scheme and host, as https://example.org")

@@ -25,7 +25,7 @@ from fasteagle.errors import EngineError, FasteagleError
 from fasteagle.llm import LLM
 from fasteagle.options import Defaults, ServeOptions
 from fasteagle.server.failures import MISTAKE, add_errors
-from fasteagle.server.guard import Guard, error_body
+from fasteagle.server.guard import Guard, error_body, plain_origins
 from fasteagle.server.job import CancelledError, Group, Job, StalledError, TimedOutError, groups
 from fasteagle.server.log import AccessLog, complain
 from fasteagle.server.metrics import Metrics
@@ -277,7 +277,7 @@ def make_app(server: Server, api_key: str | None) -> FastAPI:
     if server.options.allow_origin:  # outermost: pages may read the guard's refusals, too
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=server.options.allow_origin,
+            allow_origins=plain_origins(server.options),
             allow_methods=["GET", "POST"],
             allow_headers=["*"],  # openai-js sends a dozen x-stainless-* ones
             expose_headers=["retry-after", "x-request-id"],

@@ -40,6 +40,8 @@ class Guard:
 
     def __init__(self, app: ASGIApp, options: ServeOptions, api_key: str | None) -> None:
         self._app, self._options = app, options
+        self._names = {"localhost", *map(plain_name, (options.host, *options.allow_host))}
+        self._origins = plain_origins(options)
         self._key = None if api_key is None else api_key.encode()
         self._most = int(options.max_body * 2**20)
 
@@ -67,7 +69,7 @@ class Guard:
             shown = ", ".join(hosts)[:100]
             return refusal(403, f"Host {shown!r} is not this server: see --allow-host")
         origin = headers.get("origin")
-        if origin is None or origin in self._options.allow_origin:
+        if origin is None or origin in self._origins:
             return None
         if origin in (f"http://{hosts[0]}", f"https://{hosts[0]}"):
             return None
@@ -77,10 +79,10 @@ class Guard:
 
     def _is_ours(self, host: str) -> bool:
         try:
-            name = urlsplit(f"//{host}").hostname or ""
+            name = plain_name(urlsplit(f"//{host}").hostname or "")
         except ValueError:
             return False
-        if name == "localhost" or name in self._options.allow_host or name == self._options.host:
+        if name in self._names:
             return True
         try:
             address = ipaddress.ip_address(name)
@@ -133,9 +135,20 @@ class Guard:
         return refused
 
 
+def plain_name(host: str) -> str:
+    """Return the name of a host as it is compared: in small letters, without a dot at its end."""
+    return host.lower().removesuffix(".")
+
+
+def plain_origins(options: ServeOptions) -> list[str]:
+    """Return the origins that may come in as browsers write them, without the usual port."""
+    lower = [origin.lower() for origin in options.allow_origin]
+    return [o.removesuffix(":443" if o.startswith("https:") else ":80") for o in lower]
+
+
 def is_loopback(host: str) -> bool:
     """Return whether only this machine can reach a server that listens on `host`."""
-    if host == "localhost":
+    if plain_name(host) == "localhost":
         return True
     try:
         return ipaddress.ip_address(host).is_loopback

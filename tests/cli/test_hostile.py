@@ -235,6 +235,7 @@ REFUSED = [
         "\"text\"}: 'instruction' is missing",
     ),
     ("serve", "--allow-host ''", "allow-host '' is empty: give a name"),
+    ("serve", "--allow-host box.lan:8000", "allow-host 'box.lan:8000': use the name"),
     ("serve", "--port 99999", "port 99999 is out of range: use >= 0 and < 65,536"),
     ("serve", "--host ''", "host '' is empty"),
     ("serve", "--timeout nan", "timeout nan is out of range"),

@@ -340,6 +340,19 @@ def test_pages_that_may_use_it(loaded):
         assert httpx.get(url, headers={"origin": "https://b.example"}).status_code == 403
 
 
+def test_names_are_compared_without_regard_to_case(loaded):
+    """Browsers write them in small letters, and leave out the usual port."""
+    origins = ("https://App.Example:443", "http://b.example:80")
+    options = ServeOptions(port=0, allow_origin=origins, allow_host=("Box.LAN", "lan.example."))
+    with serving(loaded, options) as named:
+        for host in ("box.lan", "BOX.lan:1", "lan.example", "Localhost."):
+            assert httpx.get(f"{named.url}/v1/models", headers={"host": host}).is_success
+        for origin in ("https://app.example", "http://b.example"):
+            reply = httpx.get(f"{named.url}/v1/models", headers={"origin": origin})
+            assert reply.is_success and reply.headers["access-control-allow-origin"] == origin
+    assert guard.is_loopback("LocalHost")
+
+
 def test_two_servers_on_one_port(live):
     with pytest.raises(FasteagleError, match=f"port {live.port} of 127.0.0.1 is in use"):
         run.listen(ServeOptions(port=live.port))
