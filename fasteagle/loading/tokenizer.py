@@ -153,6 +153,11 @@ class ChatTokenizer:
         """Source of the chat template; empty where there is none."""
         return self._with_tools or self._template or ""
 
+    def template_for(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> str:
+        """Return the chat template that `render` takes: that for tools for earlier calls, too."""
+        calls = any(m.get("tool_calls") or m["role"] == "tool" for m in messages)
+        return (self._with_tools if tools or calls else None) or self._template or ""
+
     @property
     def has_thinking_switch(self) -> bool:
         """Return whether the chat template has a switch for thinking before an answer."""
@@ -208,16 +213,15 @@ class ChatTokenizer:
         messages = [self._only_text(m) for m in messages]
         if not self._template:
             return self._bos + "\n".join(m["content"] for m in messages)
-        switch: dict[str, Any] = {} if think is None else {"enable_thinking": think}
-        if tools:
-            switch["tools"] = [_marked(tool, self._marks[1]) for tool in tools]
+        template = self.template_for(messages, tools)
+        more: dict[str, Any] = {"chat_template": template}
+        if think is not None:
+            more["enable_thinking"] = think
+        if tools or template != self._template:  # that for tools may go through them unasked
+            more["tools"] = [_marked(tool, self._marks[1]) for tool in tools or ()]
         try:
             return self._backend.apply_chat_template(
-                messages,
-                chat_template=self._with_tools if tools and self._with_tools else self._template,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **switch,
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt, **more
             )
         except Exception as error:  # jinja2's errors, and whatever a template raises on purpose
             raise FasteagleError(f"the model's chat template refused: {error}") from error

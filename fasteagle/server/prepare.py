@@ -169,11 +169,13 @@ class Planner:
         add_generation_prompt: bool = True,
     ) -> str:
         """Return the conversation as the model's template writes it."""
-        template = self._llm.tokenizer.template
         most = self._llm.engine.max_seq_len  # none takes less than a token
         if len(messages) > most:
             raise BadParameterError("messages", f"{len(messages):,} are more than {most:,} tokens")
-        dialogue = [_template_message(i, message, template) for i, message in enumerate(messages)]
+        dialogue = [_template_message(i, message) for i, message in enumerate(messages)]
+        template = self._llm.tokenizer.template_for(dialogue, tools)
+        for i, message in enumerate(messages):
+            _check_rendered(i, message, template)
         if self._defaults.system is not None and dialogue[0]["role"] != "system":
             dialogue.insert(0, {"role": "system", "content": self._defaults.system})
         if think is not None:
@@ -315,9 +317,8 @@ def _check_rendered(number: int, message: ChatMessage, template: str) -> None:
         raise BadParameterError(f"messages.{number}.tool_call_id", "is for the role tool")
 
 
-def _template_message(number: int, message: ChatMessage, template: str) -> dict[str, Any]:
+def _template_message(number: int, message: ChatMessage) -> dict[str, Any]:
     """Return a message for templates: content is a string, arguments of calls are dictionaries."""
-    _check_rendered(number, message, template)
     content = message.content
     if isinstance(content, list):
         content = "".join(part.text for part in content)

@@ -10,10 +10,12 @@ import time
 import httpx
 import pytest
 
-from conftest import CHAT, SHORT, failures, serving, until
+from conftest import CHAT, QWEN, SHORT, WEATHER, failures, serving, until
+from fasteagle.errors import FasteagleError
 from fasteagle.options import ServeOptions
 from fasteagle.server import app, prepare
 from fasteagle.server.prepare import Planner
+from fasteagle.server.protocol import ChatRequest
 
 
 @pytest.fixture
@@ -116,6 +118,27 @@ def test_log_probabilities_decode_a_token_once(live, monkeypatch):
         body = {**SHORT, "logprobs": True, "top_logprobs": 20, "max_tokens": 30, **more}
         assert httpx.post(live.url + CHAT, json=body).status_code == 200
     assert len(asked) == len(set(asked)) > 20
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"tools": [WEATHER], "tool_choice": "none"}], ids=["no tools", "none"]
+)
+def test_earlier_calls_are_rendered_by_the_template_for_tools(live, monkeypatch, more):
+    """They were left out without a word where the request has no tools, or shall not call any."""
+    tokenizer, planner = live.llm.tokenizer, live.server.planner
+    monkeypatch.setattr(tokenizer, "_with_tools", "{% for t in tools %}{{ t }}{% endfor %}" + QWEN)
+    question = {"role": "user", "content": "hello"}
+    call = {"function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    messages = [question, answer, {"role": "tool", "content": "rain"}]
+    text = planner.chat(ChatRequest(messages=messages, **more)).text
+    assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}' in text
+    assert "<tool_response>\nrain" in text
+    plain = planner.chat(ChatRequest(messages=[question], **more)).text
+    assert plain == "<|user|>hello<|end|><|assistant|>"
+    thought = {"role": "assistant", "content": "x", "reasoning_content": "hm"}
+    with pytest.raises(FasteagleError, match="reasoning_content: this model's chat template"):
+        planner.chat(ChatRequest(messages=[question, thought], **more))
 
 
 @pytest.fixture
