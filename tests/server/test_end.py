@@ -143,11 +143,11 @@ def test_signals_end_the_command(serve_dir, number, times):
 
 def test_a_client_that_does_not_read_does_not_hold_up_the_end(serve_dir):
     port = free_port()
-    process = start(serve_dir, port, "--no-compile", "--timeout", "3")
+    process = start(serve_dir, port, "--no-compile", "--timeout", "9")
     with contextlib.closing(deaf(port)):
         time.sleep(0.5)
         process.send_signal(signal.SIGTERM)
-        assert_ends(process)
+        assert_ends(process, 40)
 
 
 @pytest.mark.slow
