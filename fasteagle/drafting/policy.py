@@ -180,8 +180,8 @@ class Policy:
         """Derive thresholds and head gain of gated chains from the current `speed`."""
         speed, row = self.speed, self._passes.slope(5)
         self.thresholds = Thresholds.at(row * speed, self._levels.ms * speed, self.honesty)
-        # Looked-up chains are long, and with many rows each may cost more.
-        self.lookup_threshold = between(self._passes.slope(self.shapes[0].rows) * speed)
+        # Looked-up chains are long. With many rows each may cost more; with experts, less.
+        self.lookup_threshold = between(max(row, self._passes.slope(self.shapes[0].rows)) * speed)
         self.head_gain = None
         if self._head and self._shape is not None and not self._block:
             size = self._sizes[self._shape]

@@ -195,6 +195,15 @@ def test_plain_passes_are_timed_anew_where_the_machine_has_changed(pace, timed):
         assert policy.plain_ms == pytest.approx(pace * 5.0)
 
 
+@pytest.mark.parametrize("passes", [{2: 8.0, 32: 38.0}, {2: 6.0, 6: 12.0, 32: 90.0}])
+def test_a_looked_up_row_is_as_dear_as_one_of_few_or_of_many(passes):
+    costs = dataclasses.replace(SLOW, passes={1: 5.0, **passes})
+    policy = policy_of(costs, GatedChain(REACH), lookup=True, head=False)
+    few, many = (policy.pass_ms(5) - 5.0) / 4, (policy.pass_ms(17) - 5.0) / 16
+    assert (few > many) == (len(passes) == 2)
+    assert policy.lookup_threshold == pytest.approx(max(few, many) * policy.speed)
+
+
 def test_a_looked_up_chain_teaches_nothing_of_the_head():
     policy = policy_of(SLOW, GatedChain(REACH), lookup=True)
     gain = policy.head_gain
