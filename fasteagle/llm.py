@@ -88,7 +88,9 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        if kind is not None and not self._closed:
+            self.answers.end_all()  # what was raised counts, not the streams that it left
         self.close()
 
     def close(self) -> None:
@@ -114,6 +116,7 @@ class LLM:
 
     def _answering(self, params: SamplingParams) -> AbstractContextManager[None]:
         """Hold off what measures the model while answers are under way."""
+        self._check_open()  # a stream may begin late
         return self.preparation.answering(params) if self.preparation else nullcontext()
 
     def prepare(
@@ -179,6 +182,7 @@ class LLM:
         for message in messages:
             if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
                 raise FasteagleError(f"messages: {message!r} is no dictionary of role and content")
+            check_text("role", message["role"])
             check_text("content", message["content"])
         return self.prompt(messages, think, form)
 

@@ -68,6 +68,10 @@ ASKED = [
     ({"messages": "x"}, {"think": True}, "think on: this model's chat template has no thinking"),
     ({"messages": ["x"]}, {}, "messages: 'x' is no dictionary of role and content"),
     ({"messages": [{"role": "user", "content": 3}]}, {}, "content 3 is no text"),
+    ({"messages": [{"role": 5, "content": "x"}]}, {}, "role 5 is no text"),
+    ({"messages": [{"role": None, "content": "x"}]}, {}, "role None is no text"),
+    ({"messages": [{"role": ["a"], "content": "x"}]}, {}, "role ['a'] is no text"),
+    ({"messages": [{"role": "\ud800", "content": "x"}]}, {}, "role holds '\\ud800', half of"),
     ({"messages": "\udc00"}, {}, "content holds '\\udc00', half of a character"),
 ]
 

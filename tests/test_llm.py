@@ -389,6 +389,32 @@ def test_closing(tiny_dir):
     assert not hasattr(llm, "engine")
 
 
+def test_closing_after_an_error_keeps_the_error(tiny_dir):
+    """Streams that it left are ended; one that had not begun says why it cannot."""
+    llm = fasteagle.load(str(tiny_dir), precision="fp32", drafter="none")
+    with pytest.raises(KeyError, match="own"), llm:
+        late = llm.generate("a", stream=True, max_new_tokens=50)
+        begun = llm.generate("a", stream=True, max_new_tokens=50)
+        next(begun)
+        raise KeyError("own")
+    assert not hasattr(llm, "engine")
+    with pytest.raises(FasteagleError, match="was interrupted"):
+        list(begun)
+    with pytest.raises(FasteagleError, match="this model was closed"):
+        list(late)
+    with pytest.raises(KeyError, match="again"), llm:
+        raise KeyError("again")
+
+
+def test_leaving_without_an_error_refuses_while_an_answer_is_under_way(tiny_dir):
+    llm = fasteagle.load(str(tiny_dir), precision="fp32", drafter="none")
+    with pytest.raises(FasteagleError, match="an answer is under way"), llm:
+        begun = llm.generate("a", stream=True, max_new_tokens=50)
+        next(begun)
+    begun.close()
+    llm.close()
+
+
 def test_structured_output_says_what_it_needs(llm, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(FasteagleError, match=r"pip install 'fasteagle\[serve\]'"):

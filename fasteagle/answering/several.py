@@ -112,6 +112,12 @@ class Answers:
             if key in self._batch.running:
                 self._batch.end(key)
 
+    def end_all(self) -> None:
+        """End all answers early, streams of other threads included."""
+        with self._turn():
+            for key in self.running:
+                self.end(key)
+
     @contextlib.contextmanager
     def _holding(self) -> Generator[None]:
         try:
