@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+WRONG = "\ufffd"  # text of wrong bytes and of an unfinished character
+MOST_BYTES = 4  # of a character
+MOST_UNREAD = 2 * MOST_BYTES  # tokens that may be held back
+
 
 class Decoder(Protocol):
     """Part of a tokenizer that streaming needs."""
@@ -22,9 +26,8 @@ class TextStream:
     def __init__(self, decoder: Decoder, stop: Iterable[str] = ()) -> None:
         self._decoder = decoder
         self._stop = tuple(stop)
-        self._ids: list[int] = []
-        self._context = 0  # tokens before this one no longer matter for decoding
-        self._read = 0  # tokens before this one are in the text already
+        self._context: list[int] = []  # tokens in the text that still matter for decoding
+        self._unread: list[int] = []  # tokens that are not in the text yet
         self._held = ""
         self.stopped = False
 
@@ -33,21 +36,47 @@ class TextStream:
         ids = list(ids)
         if self.stopped or not ids:  # decoding no tokens would lose the context
             return ""
-        self._ids.extend(ids)
-        before = self._decoder.decode(self._ids[self._context : self._read])
-        after = self._decoder.decode(self._ids[self._context :])
-        if after.endswith("\ufffd"):
-            return ""  # a character is split between tokens: wait for the rest
-        self._context, self._read = self._read, len(self._ids)
+        self._unread.extend(ids)
+        before = self._decoder.decode(self._context)
+        after = self._decoder.decode(self._context + self._unread)
+        if after.endswith(WRONG):  # a character is split between tokens: wait for the rest
+            return self._release(self._held + self._wrong(before, after), final=False)
+        self._context, self._unread = self._unread, []
         return self._release(self._held + after[len(before) :], final=False)
+
+    def _wrong(self, before: str, after: str) -> str:
+        """Return the text of wrong bytes that no further token can change.
+
+        SentencePiece decodes bytes in a row together, and none of them where one is wrong: those
+        that show that one is wrong stay in the context.
+        """
+        if len(self._unread) <= MOST_UNREAD:
+            return ""
+        decode, tokens = self._decoder.decode, self._context + self._unread
+        for n in range(MOST_BYTES, MOST_UNREAD):
+            # If the bytes were right, one of these texts would end with a whole character.
+            texts = [decode(tokens[: -n - i]) for i in range(MOST_BYTES)]
+            text, left = texts[0], tokens[-n:]
+            new, rest = text[len(before) :], after[len(text) :]
+            is_wrong = all(one.endswith(WRONG) for one in texts)
+            if not (is_wrong and rest and after.startswith(text)):
+                continue
+            contexts = [tokens[:-n]]
+            if before.endswith(WRONG) and not new.strip(WRONG):  # the same bytes in a row go on
+                contexts.insert(0, self._context)
+            for context in contexts:
+                if decode(context + left)[len(decode(context)) :] == rest:
+                    self._context, self._unread = context, left
+                    return new
+        return ""
 
     def finish(self) -> str:
         """Return the text that was held back, since no token follows."""
         if self.stopped:
             return ""
-        before = self._decoder.decode(self._ids[self._context : self._read])
-        after = self._decoder.decode(self._ids[self._context :])
-        self._context = self._read = len(self._ids)
+        before = self._decoder.decode(self._context)
+        after = self._decoder.decode(self._context + self._unread)
+        self._context, self._unread = self._unread, []
         return self._release(self._held + after[len(before) :], final=True)
 
     def _release(self, text: str, final: bool) -> str:
