@@ -55,7 +55,7 @@ class AnswerText:
         last = self._split(self._thought.finish())
         content = self._held + last.content
         if self._form is not None:
-            content, calls = parse_calls(content, self._form, self._names)
+            content, calls = parse_calls(content, self._form, self._names, is_cut)
             self.calls = calls[: self._most_calls]
             shown = before_cut_call(content, self._form) if is_cut else content
             is_full = self._most_calls is not None and len(calls) >= self._most_calls

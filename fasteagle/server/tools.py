@@ -93,15 +93,20 @@ def takes_several_calls(tokenizer: ChatTokenizer) -> bool:
     return True
 
 
-def parse_calls(text: str, form: ToolFormat, names: Collection[str]) -> tuple[str, list[Call]]:
+def parse_calls(
+    text: str, form: ToolFormat, names: Collection[str], is_cut: bool = False
+) -> tuple[str, list[Call]]:
     """Return the remaining text, and the calls of tools `names` that were in it.
 
-    Text that only looks like a call stays text, also beside calls.
+    Text that only looks like a call stays text, also beside calls. Where `is_cut`, the remaining
+    text may be a call without its end.
     """
     if form is HERMES:
         return _hermes_calls(text, names)
-    calls = _llama3_calls(text.strip(), names)
-    return ("", calls) if calls else (text, [])
+    calls, rest = _llama3_calls(text.strip(), names)
+    if not calls or (rest and not (is_cut and not before_cut_call(rest, LLAMA3))):
+        return text, []
+    return rest, calls
 
 
 def before_cut_call(text: str, form: ToolFormat) -> str:
@@ -157,22 +162,22 @@ def _past_blanks(text: str, at: int) -> int:
     return at
 
 
-def _llama3_calls(text: str, names: Collection[str]) -> list[Call]:
-    """Return JSON objects, separated by semicolons or blanks; empty if there is anything else."""
+def _llama3_calls(text: str, names: Collection[str]) -> tuple[list[Call], str]:
+    """Return the calls that begin a text, separated by semicolons or blanks, and what follows."""
     decoder, calls, at = json.JSONDecoder(), [], 0
     while at < len(text):
         try:
             _, end = decoder.raw_decode(text, at)
         except (ValueError, RecursionError):
-            return []
+            break
         call = _call(text[at:end], LLAMA3, names)
         if call is None:
-            return []
+            break
         calls.append(call)
         at = end
         while at < len(text) and text[at] in "; \n":
             at += 1
-    return calls
+    return calls, text[at:]
 
 
 def _call(text: str, form: ToolFormat, names: Collection[str]) -> Call | None:
@@ -199,12 +204,12 @@ def _call(text: str, form: ToolFormat, names: Collection[str]) -> Call | None:
 
 
 def _parameters(function: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a tool's arguments; no parameters are an object without properties."""
+    """Return the schema of a tool's arguments, an object; without parameters it is empty."""
     schema = function.get("parameters") or {"type": "object"}
     known = {"type", "properties", "required", "description", "title", "$schema"}
     if schema.keys() <= known and not schema.get("properties"):
         return {"type": "object", "properties": {}, "additionalProperties": False}
-    return schema
+    return {"type": "object", **schema}
 
 
 def answer_grammar(

@@ -18,6 +18,8 @@ from fasteagle.server.tools import HERMES, LLAMA3, Call, answer_grammar, parse_c
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 
+BARE = '{"name": "weather", "parameters": {"city": "Rome"}}'
+
 
 @pytest.fixture
 def client(live):
@@ -194,6 +196,8 @@ NESTED = {
         },
     },
 }
+UNTYPED = {"properties": {"a": {"type": "integer"}}, "required": ["a"]}
+UNTYPED = {"type": "function", "function": {"name": "untyped", "parameters": UNTYPED}}
 NAMED = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
 MODES = {
     "auto": {},
@@ -218,6 +222,9 @@ def test_what_an_answer_with_tools_may_be(live, form, mode):
         (right, MODES),
         (call("weather", city="Rome"), MODES),
         (call("stop"), MODES),
+        (call("untyped", a=1), MODES),
+        (call("untyped", a="x"), ()),
+        (call("untyped").replace("{}", "5"), ()),
         (call("nested", unit="F"), ()),
         (call("weather", city="C"), ()),
         (call("stop", x=1), ()),
@@ -231,7 +238,7 @@ def test_what_an_answer_with_tools_may_be(live, form, mode):
         (f"well {right}", ("auto", "one")),
         (f"{right} bye", ("auto", "one") if form is HERMES else ()),
     ]
-    tools = [NESTED, WEATHER, {"type": "function", "function": {"name": "stop"}}]
+    tools = [NESTED, UNTYPED, WEATHER, {"type": "function", "function": {"name": "stop"}}]
     mask = live.llm.grammar(answer_grammar(form, tools, **MODES[mode]))
     for text, modes in table:
         matcher, ids = mask._matcher.deep_copy(), live.llm.tokenizer.encode(text)
@@ -280,6 +287,8 @@ def test_a_strict_call_obeys_its_schema_where_the_model_need_not_call(
         (LLAMA3, '{"na', "", 0),
         (LLAMA3, '{"name": "weather", "parameters": {"ci', "", 0),
         (LLAMA3, '{"other": 1', '{"other": 1', 0),
+        (LLAMA3, f"{BARE}; {BARE[:-5]}", "", 1),
+        (LLAMA3, f'{BARE}; {{"na', "", 1),
     ],
 )
 def test_a_call_that_was_cut_leaves_no_markup(form, text, content, n_calls):
@@ -287,6 +296,8 @@ def test_a_call_that_was_cut_leaves_no_markup(form, text, content, n_calls):
         _, found, _, answer = read(text, step, form, is_cut=True)
         assert found.strip() == content.strip() and len(answer.calls) == n_calls
         assert answer.ends_in_call == (text not in (f"well {CALL}", "a < b", '{"other": 1'))
+        one = read(text, step, form, is_cut=True, most_calls=1)[3]
+        assert one.calls == answer.calls and not (one.calls and one.ends_in_call)
 
 
 @pytest.mark.parametrize(
