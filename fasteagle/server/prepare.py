@@ -131,7 +131,7 @@ class Planner:
             if not body.messages:
                 raise BadParameterError("messages", "is empty")
             end = body.add_generation_prompt
-            text = self.render(body.messages, add_generation_prompt=end)
+            text = self.render(body.messages, (), self._defaults.think, end)
             self._check_length(text, "messages")
             return tokenizer.encode(text)
         encode = tokenizer.encode_document if body.add_special_tokens else tokenizer.encode

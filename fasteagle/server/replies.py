@@ -6,10 +6,11 @@ import json
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple, Self
 
 from fasteagle.answering.answer import Chunk
-from fasteagle.answering.stream import END_THINK, THINK, ThoughtSplitter, overlap
+from fasteagle.answering.stream import END_THINK, THINK, TextStream, ThoughtSplitter, overlap
 from fasteagle.decoding.stats import Stats
 from fasteagle.loading.tokenizer import ChatTokenizer
 from fasteagle.logits import TokenLogprob
@@ -288,7 +289,11 @@ class TextReply(Reply):
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
 
-    _offset = 0
+    _offset = 0  # characters of the text so far
+
+    @cached_property
+    def _stream(self) -> TextStream:
+        return TextStream(self.tokenizer)
 
     def whole(self, chunks: list[Chunk]) -> Json:
         text = "".join(chunk.text for chunk in chunks)
@@ -310,11 +315,12 @@ class TextReply(Reply):
             return None
         columns: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for entry in entries:
-            text = self.tokenizer.piece(entry.token)
+            text = self._stream.push([entry.token])
+            before = len(text) - len(self.tokenizer.piece(entry.token))  # held back until now
             columns["tokens"].append(self._name(entry.token))
             columns["token_logprobs"].append(entry.logprob)
             columns["top_logprobs"].append(self._by_name(entry.top))
-            columns["text_offset"].append(self._offset)
+            columns["text_offset"].append(self._offset + max(0, before))
             self._offset += len(text)
         return columns
 

@@ -10,9 +10,14 @@ import openai
 import pytest
 
 from conftest import LETTER_ID, QWEN
+from fasteagle.answering.answer import AnswerRequest, Chunk
 from fasteagle.answering.known_texts import KnownTexts
 from fasteagle.decoding.stats import Stats
+from fasteagle.logits import TokenLogprob
+from fasteagle.options import AnswerOptions, SamplingParams
 from fasteagle.server.metrics import Metrics
+from fasteagle.server.prepare import Plan
+from fasteagle.server.replies import TextReply
 from helpers import THINKING_TEMPLATE
 
 
@@ -274,6 +279,24 @@ def test_logprobs_of_parts_of_characters_have_names_of_their_own(client, name, l
     assert set(found.tokens) <= {"bytes:\\xc3", "bytes:\\xce", "bytes:\\xd0"}
     reply = ask(client, name, logprobs=True, logit_bias=bias, max_tokens=1)
     assert reply.choices[0].logprobs.content[0].bytes[0] in (0xC3, 0xCE, 0xD0)
+
+
+def test_offsets_count_the_characters_of_the_text(live):
+    """Not those of special tokens, nor a character for each of its bytes."""
+    tokenizer = live.llm.tokenizer
+    known = {tokenizer.token_bytes(token): token for token in range(256)}
+    tokens = [known[bytes([byte])] for byte in b"\x80h\x80" + "⦺P".encode()]
+    tokens = [*tokens, max(tokenizer.eos_ids), known[b"E"], *[known[b"\x80"]] * 2]
+    request = AnswerRequest([1], SamplingParams(), AnswerOptions(), frozenset(), n_top=0)
+    reply = TextReply({}, 0, tokenizer, None, Plan([request]))
+    entries = tuple(TokenLogprob(token, -1.0) for token in tokens)
+    offsets = []
+    for part in (entries[:4], entries[4:]):
+        (event,) = reply.parts(Chunk("", logprobs=part), accepted=False)
+        offsets += event["choices"][0]["logprobs"]["text_offset"]
+    text = tokenizer.decode(tokens)
+    assert text == "\ufffdh\ufffd⦺PE\ufffd\ufffd" and offsets == sorted(offsets)
+    assert [offsets[i] for i in (0, 1, 6, 7, 8, 9)] == [0, 1, 4, 5, 5, 6]
 
 
 def test_structured_output(client, name):

@@ -12,7 +12,7 @@ import pytest
 
 from conftest import CHAT, QWEN, SHORT, WEATHER, failures, serving, until
 from fasteagle.errors import FasteagleError
-from fasteagle.options import ServeOptions
+from fasteagle.options import Defaults, ServeOptions
 from fasteagle.server import app, prepare
 from fasteagle.server.prepare import Planner
 from fasteagle.server.protocol import ChatRequest
@@ -268,3 +268,13 @@ def test_a_prompt_that_cannot_fit_is_not_encoded(live, monkeypatch):
         assert reply.status_code == 400 and part in reply.text
     monkeypatch.undo()
     assert httpx.post(live.url + CHAT, json=SHORT).status_code == 200
+
+
+@pytest.mark.parametrize("think", [None, True, False])
+def test_a_conversation_has_as_many_tokens_as_its_chat(loaded, monkeypatch, think):
+    """By the server's own choice of thinking, too."""
+    monkeypatch.setattr(loaded.tokenizer, "_template", QWEN)
+    with serving(loaded, defaults=Defaults(think=think)) as own:
+        count = httpx.post(f"{own.url}/tokenize", json={"messages": SHORT["messages"]}).json()
+        usage = httpx.post(own.url + CHAT, json=SHORT, timeout=30).json()["usage"]
+    assert count["count"] == usage["prompt_tokens"]
