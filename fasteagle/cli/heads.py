@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 from fasteagle.cli.options import ExportOptions
 from fasteagle.errors import FasteagleError, note
@@ -31,6 +32,8 @@ def run_inspect_head(
     """Print the report on a draft head; exit with code 2 if it does not run."""
     if probe and model is None:
         raise FasteagleError("--probe measures on a model: add --model")
+    if model is None:
+        _refuse_options_of_a_model()
     files = named_head(path)
     opened = open_model(model, runtime_options) if model else None
     identity = None
@@ -44,6 +47,14 @@ def run_inspect_head(
         click.get_current_context().exit(2)
     if probe and opened is not None:
         _print_probes(files, opened.loaded(runtime_options), aux_layers)
+
+
+def _refuse_options_of_a_model() -> None:
+    context = click.get_current_context()
+    for option in context.command.params:
+        source = context.get_parameter_source(option.name or "")
+        if source is ParameterSource.COMMANDLINE and option.name not in ("path", "aux_layers"):
+            raise FasteagleError(f"{option.opts[0]} is of a model: add --model, or drop it")
 
 
 def _print_probes(files: HeadFiles, runtime: Runtime, aux_layers: tuple[int, ...] | None) -> None:

@@ -19,6 +19,7 @@ from fasteagle.cli.options import (
     MODEL,
     OPTIONAL_MODEL,
     QUALITY_MODEL,
+    WEIGHTS,
     ChatOptions,
     ExportOptions,
     Numbers,
@@ -105,7 +106,7 @@ def eval_(
 
 @main.command()
 @click.argument("name", required=False)
-@model_options
+@groups(WEIGHTS)
 @click.option(
     "-o", "--out", type=FOLDER, required=True, help="Folder to write; chat takes it as --model."
 )

@@ -220,11 +220,11 @@ def _model(default: str | None) -> Option:
     )
 
 
-def _runtime_options(default: str | None) -> tuple[Option, ...]:
+def _runtime_options(default: str | None, without: Iterable[str] = ()) -> tuple[Option, ...]:
     """Return the options of where and how a model runs, and hidden ones for removed flags."""
     return (
         _model(default),
-        *options_of(RuntimeOptions, without=PRECISION_FIELDS),
+        *options_of(RuntimeOptions, without=(*PRECISION_FIELDS, *without)),
         *map(_gone, GONE),
     )
 
@@ -252,6 +252,11 @@ def _take_bench_model(values: Values) -> Values:
 
 MODEL = Group((*_runtime_options(DEFAULT_MODEL), PRECISION, *BITS), _take_model)
 OPTIONAL_MODEL = Group((*_runtime_options(None), PRECISION, *BITS), _take_model)
+# For writing weights, which run nowhere.
+WEIGHTS = Group(
+    (*_runtime_options(DEFAULT_MODEL, ("max_seq_len", "kv", "strict")), PRECISION, *BITS),
+    _take_model,
+)
 # A command whose --precision is a list of its own.
 QUALITY_MODEL = Group(
     _runtime_options(DEFAULT_MODEL),

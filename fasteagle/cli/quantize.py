@@ -20,6 +20,9 @@ def run_quantize(model: str, options: RuntimeOptions, out: Path) -> None:
         raise FasteagleError("quantize to what? give --int4, --int8 or --precision NAME")
     if options.backend == "torchao":
         raise FasteagleError("quantize writes fasteagle's own formats: leave -torchao out")
+    for part in (options.dtype, options.cpu_kernels):
+        if part != "auto":
+            raise FasteagleError(f"quantize writes weights only: leave -{part} out")
     if out.exists() and any(out.iterdir()):
         raise FasteagleError(f"{out} is there already and not empty: give another -o")
     if not out.exists():

@@ -28,6 +28,10 @@ def check_exposed(options: ServeOptions, api_key: str | None) -> None:
     """Refuse to serve other machines without a key, unless asked to."""
     if api_key == "":
         raise FasteagleError("the API key is empty: give one, or leave --api-key out")
+    if api_key is not None and options.allow_anyone:
+        raise FasteagleError(
+            "--allow-anyone and --api-key (FASTEAGLE_API_KEY) contradict each other: give one"
+        )
     if api_key is None and not options.allow_anyone and not is_loopback(options.host):
         raise FasteagleError(
             f"--host {options.host} is open to other machines: add --api-key KEY, or "

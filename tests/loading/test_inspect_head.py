@@ -28,6 +28,14 @@ def run(*args, code=0):
     return lines[0] if lines else "", {k: v.strip() for k, v in facts.items()}, result
 
 
+@pytest.mark.parametrize(
+    "given", ["--int4", "--precision fp32", "--device cpu", "--max-seq-len 64", "--strict"]
+)
+def test_options_of_a_model_need_one(given):
+    _, _, refused = run("smollm2-135m", *given.split(), code=2)
+    assert refused.stderr == f"Error: {given.split()[0]} is of a model: add --model, or drop it\n"
+
+
 @pytest.fixture
 def own_head(model, checkpoint, tmp_path):
     """An EAGLE-3 head of ours for the tiny model, and its folder."""

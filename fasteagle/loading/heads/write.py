@@ -206,6 +206,8 @@ def export_head(
     `target` may be left out where neither its tensors nor its depth are needed. `tokenizer` is
     the GGUF file whose tokenizer a GGUF head carries. Raises `FasteagleError`.
     """
+    if tokenizer is not None and to != "gguf":
+        raise FasteagleError(f"--tokenizer-from is for --to gguf, this is --to {to}: drop it")
     if target is None:
         _check_needs_no_target(source, to, aux_layers)
     shape = source.likely_target(aux_layers) if target is None else target.checkpoint.config
