@@ -16,9 +16,11 @@ TELL_SECONDS = 10.0
 Item = TypeVar("Item")
 
 # Only torch's allocator has an error class for it. The driver (through torch and Triton), cuBLAS
-# and similar libraries, and torch's allocator of main memory have only error texts.
+# and similar libraries, torch's allocator of main memory, and C++ in methods of torchbind classes
+# have only error texts.
 _MEMORY_IS_SHORT = re.compile(
     r"CUDA[^\n]*out of memory|CUDA_ERROR_OUT_OF_MEMORY|_STATUS_ALLOC_FAILED|can't allocate memory"
+    r"|std::bad_alloc"
 )
 
 

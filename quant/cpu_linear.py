@@ -53,7 +53,7 @@ class NativeLinear(KernelLinear):
 
 
 def in_huge_pages(modules: Iterable[nn.Module]) -> None:
-    """Move the weights of each `NativeLinear` to one buffer, in pages of 2 MiB.
+    """Move the weights of each `NativeLinear` to one buffer, in pages of 2 MiB, if one is there.
 
     A pass reads every weight once, and with pages of 4 KiB it would miss the TLB on each page.
     """
@@ -61,7 +61,10 @@ def in_huge_pages(modules: Iterable[nn.Module]) -> None:
     if not linears:
         return
     sizes = [-(-linear.packed.numel() // ALIGNMENT) * ALIGNMENT for linear in linears]
-    memory = mmap.mmap(-1, sum(sizes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, sum(sizes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError:  # no memory for both copies
+        return
     with contextlib.suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)
     for linear, piece in zip(

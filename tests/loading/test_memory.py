@@ -179,6 +179,7 @@ OUT_OF_MEMORY = [
     RuntimeError("Triton Error [CUDA]: out of memory"),
     RuntimeError("CUDA driver error: out of memory"),
     torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be ..."),
+    RuntimeError("std::bad_alloc"),
 ]
 OTHERS = [
     RuntimeError("CUDA error: an illegal memory access was encountered"),

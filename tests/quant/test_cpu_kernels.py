@@ -215,6 +215,17 @@ def linears():
     return made
 
 
+def test_weights_stay_where_they_are_if_memory_for_a_copy_is_short(monkeypatch):
+    def fails(*args, **kwargs):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(cpu_linear.mmap, "mmap", fails)
+    moved = linears()
+    places = [linear.packed.data_ptr() for linear in moved]
+    in_huge_pages(moved)
+    assert [linear.packed.data_ptr() for linear in moved] == places
+
+
 @pytest.mark.parametrize("refused", [False, True])
 def test_weights_moved_into_huge_pages_are_the_same(refused, monkeypatch):
     class Memory(mmap.mmap):
