@@ -102,15 +102,8 @@ class LLM:
         self._closed = True
         if self.preparation is not None:
             self.preparation.join()
-        for name in (
-            "engine",
-            "tokenizer",
-            "preparation",
-            "_grammars",
-            "prefix_cache",
-            "texts",
-            "answers",
-        ):
+        names = "engine tokenizer preparation _grammars prefix_cache texts answers"
+        for name in names.split():
             delattr(self, name)
         give_back()
 

@@ -9,7 +9,7 @@ The bits of a row do not depend on other rows: a product is never split along K,
 one order, and the results of its experts are added up in the order of their ids, by the kernel that
 reads them.
 
-Shapes: M rows, D model dim, X experts, k of them for each row, F FFN dim of one, P places.
+Shapes: M rows, D model dim, X experts, k for each row, F FFN dim of one, P places.
 """
 
 # mypy: disallow-untyped-defs=False
@@ -64,9 +64,8 @@ class Routing(NamedTuple):
         def ints(*size: int) -> Tensor:
             return torch.empty(size, dtype=torch.int32, device=device)
 
-        places = min(n_expert, top_k * M)
-        weights = torch.empty(top_k * M, dtype=torch.float32, device=device)
-        return cls(ints(places), ints(places), ints(n_expert, M), weights)
+        places, weights = min(n_expert, top_k * M), torch.empty(top_k * M, device=device)
+        return cls(ints(places), ints(places), ints(n_expert, M), weights.float())
 
 
 def norm_scores(
@@ -113,10 +112,9 @@ def route(
 ) -> tuple[Routing, Routing | None]:
     """Return each row's `top_k` experts by scores [M, R], and the routing of the shared expert.
 
-    With `choice_bias` [X] the choice is by the sums of probability and bias. Of equal ones the
-    lower id wins. Weights are the softmax over all experts, or over the chosen ones if it
-    `renormalizes`, times `scale`. The weight of the shared expert is the sigmoid of the score
-    behind those of the experts, or 1 where R has none.
+    The choice is by probability plus `choice_bias` [X]; of equal ones the lower id wins. Weights
+    are the softmax of all experts, or of the chosen ones if it `renormalizes`, times `scale`; that
+    of the shared expert is the sigmoid of the score behind the others, or 1 where R has none.
     """
     M, R = scores.shape
     routing = Routing.empty(n_expert, top_k, M, scores.device)
@@ -275,9 +273,6 @@ def route_kernel(
     and whatever a rank is, so many experts are chosen.
     """
     x = tl.arange(0, X_PAD)
-    bias = tl.zeros((X_PAD,), tl.float32)
-    if BIASED:
-        bias = tl.load(choice_bias_ptr + x, mask=x < X, other=0.0)
     counts = tl.zeros((X_PAD,), tl.int32)
     for first in range(0, M, ROWS):
         row = first + tl.arange(0, ROWS)
@@ -287,6 +282,7 @@ def route_kernel(
         powers = tl.exp(scores - tl.max(scores, 1)[:, None])
         ranks = scores
         if BIASED:
+            bias = tl.load(choice_bias_ptr + x, mask=x < X, other=0.0)
             ranks = powers / tl.sum(powers, 1)[:, None] + bias[None, :]
         bits = (ranks + 0.0).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
         ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
