@@ -22,7 +22,7 @@ from fasteagle.config_fields import MOST_EXPERTS, MOST_LAYERS, MOST_WIDTH, Field
 from fasteagle.errors import FasteagleError
 
 MIMO = "MiMoForCausalLM"  # Qwen2 with a layer for multi-token prediction
-ERNIE, ERNIE_MOE = "Ernie4_5ForCausalLM", "Ernie4_5_MoeForCausalLM"
+ERNIES = ERNIE, ERNIE_MOE = "Ernie4_5ForCausalLM", "Ernie4_5_MoeForCausalLM"
 SUPPORTED_ARCHITECTURES = (
     "LlamaForCausalLM",
     "MistralForCausalLM",

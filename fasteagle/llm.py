@@ -13,6 +13,7 @@ from fasteagle.answering.background import Preparation
 from fasteagle.answering.grammar import GrammarCompiler
 from fasteagle.answering.keywords import (
     AnswerKeywords,
+    Asked,
     check_extras,
     check_text,
     checked_ids,
@@ -157,8 +158,9 @@ class LLM:
 
         With `stream`, yields chunks as they come. Raises `FasteagleError` for invalid arguments.
         """
-        prompt = self._prompt_of(messages, think, read_keywords(keywords)[2])
-        return self._run(prompt.ids, stream, keywords, prompt.text)
+        asked = read_keywords(keywords)
+        prompt = self._prompt_of(messages, think, asked.spec)
+        return self._run(prompt.ids, stream, asked, prompt.text)
 
     def _prompt_of(
         self, messages: str | Sequence[Message], think: bool | None, form: GrammarSpec | None
@@ -222,7 +224,7 @@ class LLM:
         **keywords: Unpack[AnswerKeywords],
     ) -> Answer | Iterator[Chunk]:
         """Continue a text, or token ids, without the chat template."""
-        return self._run(self._ids(prompt), stream, keywords)
+        return self._run(self._ids(prompt), stream, read_keywords(keywords))
 
     def _ids(self, prompt: str | Sequence[int]) -> list[int]:
         """Return the token ids of a prompt; raise `FasteagleError` if it is none."""
@@ -242,9 +244,9 @@ class LLM:
     ) -> list[Answer]:
         """Answer several conversations, up to `size` of them at once; see `generate_batch`."""
         several = listed("conversations", conversations)
-        form = read_keywords(keywords)[2]
-        prompts = [self._prompt_of(one, think, form).ids for one in several]
-        return self._run_batch(prompts, size, keywords)
+        asked = read_keywords(keywords)
+        prompts = [self._prompt_of(one, think, asked.spec).ids for one in several]
+        return self._run_batch(prompts, size, asked)
 
     def generate_batch(
         self,
@@ -259,23 +261,21 @@ class LLM:
         prompt, elsewhere but for rounding.
         """
         ids = [self._ids(one) for one in listed("prompts", prompts)]
-        return self._run_batch(ids, size, keywords)
+        return self._run_batch(ids, size, read_keywords(keywords))
 
-    def _run_batch(
-        self, prompts: Sequence[list[int]], size: int, keywords: AnswerKeywords
-    ) -> list[Answer]:
+    def _run_batch(self, prompts: Sequence[list[int]], size: int, asked: Asked) -> list[Answer]:
         if size not in range(1, self.answers.size + 1):
             raise FasteagleError(f"size {size!r} is out of range: use 1 .. {self.answers.size}")
-        params, options, spec, more = read_keywords(keywords)
+        params, options, spec, more = asked
         requests = [self.made_request(ids, params, options, spec, **more) for ids in prompts]
         for request in requests:
             self.engine.check_prompt(request.prompt)
         return self.answers.all(requests, size)
 
     def _run(
-        self, prompt: list[int], stream: bool, keywords: AnswerKeywords, text: str | None = None
+        self, prompt: list[int], stream: bool, asked: Asked, text: str | None = None
     ) -> Answer | Iterator[Chunk]:
-        params, options, spec, more = read_keywords(keywords)
+        params, options, spec, more = asked
         request = self.made_request(prompt, params, options, spec, **more)
         stats = Stats()
         answering = self.answers.stream(request, text, stats)

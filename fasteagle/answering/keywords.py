@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any, TypedDict, TypeVar
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
 from fasteagle.errors import FasteagleError
 from fasteagle.option_fields import require
@@ -46,10 +46,17 @@ class AnswerKeywords(TypedDict, total=False):
     speculate: bool
 
 
-def read_keywords(
-    keywords: AnswerKeywords,
-) -> tuple[SamplingParams, AnswerOptions, GrammarSpec | None, dict[str, Any]]:
-    """Return sampling, end, form, and further arguments of `LLM.made_request`.
+class Asked(NamedTuple):
+    """How an answer is made: the arguments of `LLM.made_request` after the prompt."""
+
+    params: SamplingParams
+    options: AnswerOptions
+    spec: GrammarSpec | None
+    more: dict[str, Any]
+
+
+def read_keywords(keywords: AnswerKeywords) -> Asked:
+    """Return what the keywords of an answer ask for.
 
     Raises `FasteagleError`; for unknown keywords `TypeError`.
     """
@@ -65,7 +72,7 @@ def read_keywords(
     params = SamplingParams(**left, seed=0 if seed is None else seed)
     if seed is None and not params.greedy:
         params = dataclasses.replace(params, seed=fresh_seed())
-    return params, AnswerOptions(**ends), spec, more
+    return Asked(params, AnswerOptions(**ends), spec, more)
 
 
 def check_extras(

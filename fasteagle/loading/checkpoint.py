@@ -15,7 +15,7 @@ from torch import nn
 from fasteagle.compile.int8_cache import cache_bytes
 from fasteagle.config import ModelConfig
 from fasteagle.config_gguf import multipliers_from_gguf
-from fasteagle.config_hf import ERNIE, ERNIE_MOE, from_hf, multipliers_from_hf
+from fasteagle.config_hf import ERNIES, from_hf, multipliers_from_hf
 from fasteagle.device import available_bytes
 from fasteagle.errors import FasteagleError, shortened, size_of
 from fasteagle.loading import stored
@@ -54,7 +54,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         checkpoint = _open_folder(path, raw)
         if not isinstance(checkpoint, stored.StoredFolder):  # whose weights have them inside
             multipliers = multipliers_from_hf(raw, str(path / "config.json"))
-            if checkpoint.config.architecture in (ERNIE, ERNIE_MOE):
+            if checkpoint.config.architecture in ERNIES:
                 checkpoint = HalvedCheckpoint(checkpoint)
     if multipliers is not None:
         checkpoint = MultipliedCheckpoint(checkpoint, multipliers)

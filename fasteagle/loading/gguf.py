@@ -17,7 +17,7 @@ from torch import Tensor
 from fasteagle.config import ModelConfig
 from fasteagle.config_fields import MOST_EXPERTS, Fields
 from fasteagle.config_gguf import from_gguf, mtp_layers
-from fasteagle.config_hf import ERNIE, ERNIE_MOE
+from fasteagle.config_hf import ERNIES
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.gguf_index import GGUFTensor, read_index
 from fasteagle.loading.names import CHOICE_BIAS, is_block_linear, mtp_name
@@ -76,7 +76,7 @@ BLOCK_NAMES = {
 }
 
 
-_REORDERED = ("LlamaForCausalLM", "MixtralForCausalLM", "GraniteMoeForCausalLM", ERNIE, ERNIE_MOE)
+_REORDERED = ("LlamaForCausalLM", "MixtralForCausalLM", "GraniteMoeForCausalLM", *ERNIES)
 
 
 class GGUFFile(Checkpoint):

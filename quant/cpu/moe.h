@@ -46,10 +46,10 @@ inline void gated(const Weight& w, int64_t block, const Activations& x, const Ch
 // Router and shared expert of one block, whose `gate_up` and `down` have the outputs of all experts
 // one below the other.
 struct Experts {
-  int64_t n = 0, top_k = 0;         // no experts: a dense block
-  bool renormalize = false;         // the weights of a row's experts sum to `scale`
-  float scale = 1;                  // factor of the weights
-  const float* router = nullptr;    // [n, D]
+  int64_t n = 0, top_k = 0;            // no experts: a dense block
+  bool renormalize = false;            // the weights of a row's experts sum to `scale`
+  float scale = 1;                     // factor of the weights
+  const float* router = nullptr;       // [n, D]
   const float* choice_bias = nullptr;  // [n], or null: the router alone chooses
   Weight shared_gate_up, shared_down;
   const float* shared_gate = nullptr;  // [D], or null: the shared expert has weight 1
@@ -146,8 +146,8 @@ class Mixture {
     const int64_t chosen = T * experts.top_k;
     const int64_t widest = std::max({D, int64_t(down.h.K), shared_dim(experts)});
     return size<int32_t>(chosen) + size<int32_t>(experts.n) + size<float>(experts.n) +
-           size<Part>(experts.n + 1) + 2 * size<float>(chosen + T) + size<uint8_t>(Activations::bytes(T, D)) +
-           Choice::bytes(T, widest);
+           size<Part>(experts.n + 1) + 2 * size<float>(chosen + T) +
+           size<uint8_t>(Activations::bytes(T, D)) + Choice::bytes(T, widest);
   }
 
   // Computes this worker's share of the router's logits [T, n] and of the shared expert's gate.

@@ -15,7 +15,7 @@ from torch import Tensor
 from fasteagle.config import mtp_layer
 from fasteagle.config_fields import Fields
 from fasteagle.config_gguf import mtp_layers
-from fasteagle.config_hf import ERNIE, ERNIE_MOE, MIMO
+from fasteagle.config_hf import ERNIES, MIMO
 from fasteagle.loading.checkpoint import open_checkpoint
 from fasteagle.loading.gguf_index import read_index
 from fasteagle.loading.heads.gguf import gguf_of
@@ -53,7 +53,7 @@ def read_layer(path: Path) -> tuple[Raw, State] | None:
     else:
         where = path / "config.json"
         architectures = Fields(read_json(where), str(where)).texts("architectures")
-        may_hold = not {MIMO, ERNIE, ERNIE_MOE}.isdisjoint(architectures)
+        may_hold = not {MIMO, *ERNIES}.isdisjoint(architectures)
     if not may_hold or not holds_layer(checkpoint := open_checkpoint(file or path)):
         return None
     config, state = mtp_layer(checkpoint.config), _state(checkpoint)
@@ -68,7 +68,7 @@ def _state(checkpoint: Checkpoint) -> State:
         if official := _NAMES.get(module, f"layers.0.{module}"):
             tensor = load_floats(checkpoint, name)
             state[f"{official}.{kind}"] = _reordered(tensor) if module == "input_proj" else tensor
-    if checkpoint.config.architecture in (ERNIE, ERNIE_MOE):  # they use the model's last norm
+    if checkpoint.config.architecture in ERNIES:  # they use the model's last norm
         state.setdefault("norm.weight", load_floats(checkpoint, "model.norm.weight"))
     return state
 
