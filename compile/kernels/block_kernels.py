@@ -25,8 +25,13 @@ ONE_WARP = {"num_warps": 1, "enable_fp_fusion": False}
 
 
 def norm_options(D: int) -> dict[str, object]:
-    """Return launch options, which depend only on the width of a row."""
-    return {"num_warps": 4 if D <= 2048 else 8, "enable_fp_fusion": False}
+    """Return launch options, which depend only on the width of a row.
+
+    A thread has four neighbouring columns where that many threads exist: it loads them, and those
+    of every part, at once. With 16 columns a row of 4,096 took 1.8 us longer on an H200.
+    """
+    warps = min(32, max(4, triton.next_power_of_2(D) // 128))
+    return {"num_warps": warps, "enable_fp_fusion": False}
 
 
 def add_norm(
@@ -162,10 +167,9 @@ def sum_of_parts(parts_at, stride_split, n, D, SPLIT: tl.constexpr, BLOCK: tl.co
 
 
 @triton.jit
-def normed(x, scale_ptr, n, D, eps):
+def normed(x, scale, D, eps):
     """Return x / rms(x) * scale of one row, whose columns past D are zeros."""
-    x = x / tl.sqrt_rn(tl.sum(x * x, 0) / D + eps)
-    return x * tl.load(scale_ptr + n, mask=n < D, other=0.0).to(tl.float32)
+    return x / tl.sqrt_rn(tl.sum(x * x, 0) / D + eps) * scale.to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["stride_split"])
@@ -190,11 +194,13 @@ def norm_kernel(
     row = tl.program_id(0)
     n = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * stride_x + n, mask=n < D, other=0.0).to(tl.float32)
+    if NORMED:  # before the sums, which would delay it: it comes from memory, they from the cache
+        scale = tl.load(scale_ptr + n, mask=n < D, other=0.0)
     if SPLIT > 0:
         x += sum_of_parts(parts_ptr + row * Np, stride_split, n, D, SPLIT, BLOCK)
         tl.store(total_ptr + row * D + n, x, mask=n < D)
     if NORMED:
-        x = normed(x, scale_ptr, n, D, eps)
+        x = normed(x, scale, D, eps)
     if LIMIT > 0:
         x = tl.minimum(tl.maximum(x, -LIMIT), LIMIT)
     if STORED:

@@ -228,9 +228,10 @@ def score_kernel(
     row = tl.program_id(0)
     n = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * D + n, mask=n < D, other=0.0)
+    scale = tl.load(scale_ptr + n, mask=n < D, other=0.0)
     if SPLIT > 0:
         x += sum_of_parts(parts_ptr + row * Np, stride_split, n, D, SPLIT, BLOCK)
-    y = normed(x, scale_ptr, n, D, eps)
+    y = normed(x, scale, D, eps)
     if tl.program_id(1) == 0:
         if SPLIT > 0:
             tl.store(total_ptr + row * D + n, x, mask=n < D)

@@ -82,7 +82,7 @@ def check_step_of_head(name: str, algorithm: str, lm_head: str, device: str) -> 
             masked = made(*arguments, mask, cache)
             made = KernelBackend(target).step(head)
             for result, expected in zip(made(*arguments, mask, cache), masked, strict=True):
-                close(result, expected, 1e-3)  # prompts go on under a mask
+                close(result, expected, 2e-3)  # prompts go on under a mask, by other products
         logits, following = made(*arguments, mask if made is dense else seen, cache)
         if made is not dense:
             some = made(*arguments, seen, cache, torch.tensor([3], device=place))
@@ -91,7 +91,9 @@ def check_step_of_head(name: str, algorithm: str, lm_head: str, device: str) -> 
             assert following.dtype == dtype
         results.append((logits, following, cache.rows[:, :, SEQ_LEN : SEQ_LEN + 5]))
     for expected, result in zip(*results, strict=True):
-        close(result, expected, 8e-3 if expected is results[0][0] else 2e-3)
+        # Norms before `fc` enlarge what small embeddings lose in fp16.
+        features = 4e-3 if algorithm == "mtp" else 2e-3
+        close(result, expected, 8e-3 if expected is results[0][0] else features)
 
 
 def random_pool(P: int, seed: int) -> Pool:

@@ -195,6 +195,15 @@ def test_splits_fill_the_card(kernels):
     assert tiling.split_k(interleaved.layout_for(4, 128, 4096), 22016, 4096, CARD) == 1
 
 
+def test_splits_on_hopper_are_the_fastest_of_those_timed():
+    """On an H200 at 16 rows: docs/records/gpu.md."""
+    fastest = {"qkv": 4, "out": 8, "gate_up": 3, "down": 8, "lm_head": 1}
+    hopper = tiling.Card.of(132, (9, 0))
+    for name, (N, K) in SEVEN_B.items():
+        layout = interleaved.layout_for(*((8, K) if name == "lm_head" else (4, 128)), K)
+        assert tiling.split_k(layout, N, K, hopper) == fastest[name], name
+
+
 def test_only_the_weight_decides_the_split(kernels):
     layout = interleaved.layout_for(4, 128, 4096)
     cuts = [kernels.tiling(layout, 4096, 4096, rows, CARD) for rows in (1, 16, 17, 32, 33, 64)]

@@ -28,13 +28,13 @@ POINTERS = {
     "scales_ptr": "*fp32",
     "out_scales_ptr": "*fp32",
 }
-THREADS = 32 * kernels.OPTIONS["num_warps"]
 # (format, rows, accumulate, variant)
 FORMS = [
     ("g128", 16, "fp32", ""),
     ("g128", 32, "fp16", ""),
     ("g32", 32, "fp32", ""),
     ("g32-offsets", 32, "fp16", ""),
+    ("int8", 16, "fp32", ""),
     ("int8", 32, "fp32", ""),
     ("int8-g32", 32, "fp32", ""),
     ("g128", 16, "fp16", "gated"),
@@ -53,10 +53,20 @@ def empty_weight(name: str) -> InterleavedWeight:
     )
 
 
-def compile_kernel(function, pointers: dict[str, str], constants: dict[str, object], sm: int = 86):
+def compile_kernel(
+    function,
+    pointers: dict[str, str],
+    constants: dict[str, object],
+    sm: int = 86,
+    options: dict[str, object] = kernels.OPTIONS,
+):
     aligned = ("out_columns", "Np", "Kp")
     target = sass.GPUTarget("cuda", sm, 32)
-    return sass.compile_kernel(function, pointers, constants, kernels.OPTIONS, aligned, target)
+    return sass.compile_kernel(function, pointers, constants, options, aligned, target)
+
+
+def warps(weight, cut) -> int:
+    return kernels.options(weight.bits, cut.block_m)["num_warps"]
 
 
 def compile_product(name: str, rows: int, accumulate: str, variant: str, sm: int = 86):
@@ -66,7 +76,9 @@ def compile_product(name: str, rows: int, accumulate: str, variant: str, sm: int
     chosen = {variant: True} if variant else {}
     constants = kernels.constants(weight, cut, accumulate, **chosen)
     pointers = POINTERS | ({"out_ptr": "*fp16"} if variant == "gated" else {})
-    return compile_kernel(kernels.interleaved_kernel, pointers, constants, sm), weight, cut
+    options = kernels.options(weight.bits, cut.block_m)
+    compiled = compile_kernel(kernels.interleaved_kernel, pointers, constants, sm, options)
+    return compiled, weight, cut
 
 
 @pytest.mark.parametrize(("name", "rows", "accumulate", "variant"), FORMS)
@@ -74,13 +86,15 @@ def test_main_loop(name, rows, accumulate, variant, tmp_path):
     compiled, weight, cut = compile_product(name, rows, accumulate, variant)
     code, usage = sass.disassemble(compiled, tmp_path)
     assert usage.shared <= TWO_PROGRAMS and cut.resident * (usage.shared + 1024) <= 100 * 1024
-    assert cut.resident * usage.registers * THREADS <= 65536, "programs that fit beside each other"
+    assert cut.resident * usage.registers * 32 * warps(weight, cut) <= 65536, (
+        "programs that fit beside each other"
+    )
     assert usage.stack == usage.local == 0, "registers spill"
     loop = sass.main_loop(code)
     counts = opcodes(loop)
     macs = max(rows, 16) * weight.layout.tile * BLOCK_N
     m16n8k16 = 16 * 8 * 16
-    assert counts["HMMA"] * kernels.OPTIONS["num_warps"] * m16n8k16 == macs, "once each, all of it"
+    assert counts["HMMA"] * warps(weight, cut) * m16n8k16 == macs, "once each, all of it"
     kind = "HMMA.16816.F16" if accumulate == "fp16" else "HMMA.16816.F32"
     assert all(kind in code for code in loop if "HMMA" in code)
     assert counts["LDGSTS"] and not counts["LDG"], "a load in the loop waits for memory"
