@@ -25,9 +25,7 @@ PROMPT = list(range(5, 45))
 GREEDY = SamplingParams()
 # All inputs in whole columns of the fused blocks, which is what runs at usual sizes.
 SIZES = {"hidden_size": 256, "intermediate_size": 128}
-OF_EXPERTS = {
-    "qwen2moe": {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 128},
-}
+OF_EXPERTS = {"qwen2moe": {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 128}}
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=ON_CUDA)])
