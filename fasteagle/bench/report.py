@@ -49,6 +49,7 @@ def build_report(
             "tok_s_max": _rounded(max(rates, default=None)),
             "turn_tok_s": [[_rounded(rate) for rate in turns] for turns in row.turn_rates],
             "ttft_s": round(statistics.median(turn.ttft for turn in row.turns), 4),
+            "turn_ttft_s": [[round(turn.ttft, 4) for turn in turns] for turns in row.questions],
             "tau": _rounded(row.tau),
             "p50_ms": _rounded(percentile(latencies, 0.5), 1e3),
             "p99_ms": _rounded(percentile(latencies, 0.99), 1e3),

@@ -36,7 +36,7 @@ COPY_SMALL = 2  # of each of them: logits and features, for its own end
 LEVEL_SMALL = 7  # of a drafted level: norms, the tree's order, ranking
 DRAFT_SMALL = 5  # of a tree
 FINISH_SMALL = 7  # accept and commit
-SPLIT_KEYS = 256  # keys of a split of attention
+SPLIT_KEYS, STEP_KEYS = 256, 64  # keys of a split of attention, and of one of its steps
 RESIDENT = 4  # programs of the kernel that merges splits, on a multiprocessor
 MERGED = 16  # splits times query heads of a KV head that a step of it merges
 
@@ -363,8 +363,9 @@ class CapturedCycle:
         """Return the microseconds of attention: a block launches splits of keys, then their sum.
 
         The cache is read once, the splits' states through the L2 cache, as are the partial sums of
-        the queries by every split. The second launch waits for states, a number of splits at a
-        time, and for the tree's own keys.
+        the queries by every split. The first launch waits for the length of the text, for queries
+        and for one step of keys after the other; the second for a row's place in the tree, for
+        states, a number of splits at a time, and for the tree's own keys.
         """
         card, size = self.outlook.of(self.card), part.rows * config.n_head
         n_parts = 1
@@ -379,5 +380,6 @@ class CapturedCycle:
         steps = 1 + -(-splits * heads // MERGED)
         programs = part.rows * config.n_kv_head * -(-group // MERGED)
         waves = max(1.0, programs / (RESIDENT * card.n_sm))
-        waiting = (1 + waves * steps) * card.latency_us
+        keys = -(-min(self.work.context, SPLIT_KEYS) // STEP_KEYS)
+        waiting = (3 + keys + waves * steps) * card.latency_us
         return config.n_layer * (2 * card.launch_us + waiting + read / 1e3)

@@ -126,7 +126,7 @@ def test_a_mixture_of_experts_on_a_3090():
         cycle, head_shape("qwen3-30b-a3b", QWEN_MOE), TreeShape(3, 1, 3), 2.95
     )
     assert 1000 / bound > speeds.plain
-    assert (round(speeds.plain), round(speeds.drafted)) == (257, 389), "as docs/measuring.md says"
+    assert (round(speeds.plain), round(speeds.drafted)) == (241, 375), "as docs/measuring.md says"
 
 
 def test_launches_of_a_mixture_of_experts():
@@ -213,12 +213,13 @@ def test_bandwidth_comes_from_the_data_sheet_where_there_is_one(monkeypatch):
     ],
 )
 def test_waits_of_attention_by_hand(model, rows, context, steps):
+    """Length of the text, queries, four steps of 64 keys; then the row's place, and `steps`."""
     config = preset(model)
     load = Workload(config, storage_named("int4", config), context)
     card = dataclasses.replace(RTX3090.card, gb_s=1e12, cache_gb_s=1e12)
     parts = [part for part in load.verifying(rows) if part.block is not None]
     waits = CapturedCycle(card, load, outlook=Outlook("waits", 1.0, 1.0, 0.0, 0.0)).ms(parts)
-    assert 1e3 * waits / config.n_layer == pytest.approx(1 + steps, rel=1e-3)
+    assert 1e3 * waits / config.n_layer == pytest.approx(2 + 4 + 1 + steps, rel=1e-3)
 
 
 def test_waves_of_programs_by_hand():
@@ -282,7 +283,7 @@ def test_dense_products_by_hand():
 
 @pytest.mark.parametrize(
     ("precision", "together", "in_turn"),
-    [("fp16", [2.81, 2.80, 2.79, 2.19], [2.81, 2.33, 1.79, 1.15]), ("int4", [2.61], [2.61])],
+    [("fp16", [2.81, 2.81, 2.79, 2.20], [2.81, 2.34, 1.79, 1.16]), ("int4", [2.63], [2.63])],
 )
 def test_drafts_of_several_sequences_on_a_3090(precision, together, in_turn):
     """Table 7 of EAGLE-1 has 2.90, 2.87 and 2.76 for 1, 2 and 4 in fp16."""
