@@ -55,8 +55,8 @@ def test_every_stage_is_a_command_with_options_that_exist(check, monkeypatch, tm
         (tmp_path / "carry" / call / f"model.gguf.{call}").write_text(text)
     (tmp_path / "carry/1/torchao-1-any.whl").write_text("")
     groups = check.all_stages(dry, tmp_path / "carry")
-    assert [group[0].name for group in groups] == ["start", "kernels", "two_turns", "context_128"]
-    assert groups[0][-1].name == "captures/leak", "last, with the device for itself"
+    assert [group[0].name for group in groups] == ["start", "kernels", "two_turns", "contexts"]
+    assert groups[0][-1].name == "leak", "last, with the device for itself"
     entries = []
     for group in range(1, 5):
         done = run(check, tmp_path, *(["--dry-run"] if dry else []), "--group", group)
