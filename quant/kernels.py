@@ -131,7 +131,7 @@ def _large(x: Tensor, weight: InterleavedWeight) -> Tensor:
     return x.float() @ dense.float()
 
 
-def options(bits: int, block_m: int) -> dict[str, object]:
+def options(bits: int, block_m: int) -> dict[str, int]:
     """Return the launch options of `interleaved_kernel`, on which no bit of a result depends.
 
     Four warps that read the last row of x in the place of 15 more are slow at 8 bits: a row by an
