@@ -111,7 +111,7 @@ def atomic_dir(target: Path, *, shared: bool = False) -> Iterator[Path]:
             _require_empty(target, temporary)
         yield temporary
         _flush(temporary)
-        if shared and target.is_dir() and any(target.iterdir()):
+        if shared and _is_filled(target):
             return
         if not shared:
             _require_empty(target, temporary)
@@ -122,7 +122,16 @@ def atomic_dir(target: Path, *, shared: bool = False) -> Iterator[Path]:
                 os.replace(part, target / part.name)
         else:
             temporary.chmod(0o777 & ~_umask())  # temporary folders are private
-            os.replace(temporary, target)
+            try:
+                os.replace(temporary, target)
+            except OSError:
+                if not (shared and _is_filled(target)):
+                    raise
+
+
+def _is_filled(target: Path) -> bool:
+    """Return whether a folder with files is there, as of a process that was faster."""
+    return target.is_dir() and any(target.iterdir())
 
 
 def _require_empty(target: Path, temporary: Path) -> None:

@@ -70,6 +70,22 @@ def test_a_result_is_not_thrown_away_in_silence(tmp_path, existed):
         pytest.fail("the work is not begun")
 
 
+def test_another_process_may_be_faster_at_the_last_moment(tmp_path, monkeypatch):
+    """It fills the target between the look at it and the rename."""
+    target, replace = tmp_path / "out", os.replace
+
+    def fill_and_replace(source, place):
+        place.mkdir()
+        (place / "x").write_text("theirs")
+        replace(source, place)
+
+    monkeypatch.setattr("fasteagle.paths.os.replace", fill_and_replace)
+    with atomic_dir(target, shared=True) as folder:
+        (folder / "x").write_text("ours")
+    assert (target / "x").read_text() == "theirs"
+    assert [p.name for p in tmp_path.rglob("*")] == ["out", "x"]
+
+
 def test_folders_of_killed_runs_go_and_those_of_others_stay(tmp_path):
     code = f"""
 from pathlib import Path
