@@ -23,6 +23,11 @@ def run_quantize(model: str, options: RuntimeOptions, out: Path) -> None:
     for part in (options.dtype, options.cpu_kernels):
         if part != "auto":
             raise FasteagleError(f"quantize writes weights only: leave -{part} out")
+    if options.lm_head != RuntimeOptions.lm_head:
+        raise FasteagleError(
+            "the LM head is written in 16 bits, and its precision is chosen when the model runs: "
+            f"leave -lm{options.head_bits} out"
+        )
     if out.exists() and any(out.iterdir()):
         raise FasteagleError(f"{out} is there already and not empty: give another -o")
     if not out.exists():

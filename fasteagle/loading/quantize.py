@@ -89,19 +89,20 @@ def _kept(folder: Path, notify: Callable[[str], None]) -> StoredFolder | None:
 
 
 def scheme_for(checkpoint: Checkpoint, quant: str, head_bits: int) -> Scheme:
-    """Return the scheme that `quant` names: the checkpoint's own where it has that many bits.
+    """Return the scheme that `quant` names: the checkpoint's own where that is meant.
 
     Raises `FasteagleError` if the checkpoint is already quantized in another scheme.
     """
     own = checkpoint.own_scheme
     if own is not None and quant == f"int{own.bits}":
         return dataclasses.replace(own, head_bits=head_bits)
-    if checkpoint.scheme is not None:
+    scheme = parse_scheme(quant, checkpoint.config, head_bits)
+    if checkpoint.scheme is not None and scheme.name != checkpoint.scheme.name:
         raise FasteagleError(
             f"this checkpoint is quantized already ({checkpoint.scheme.name}), which {quant} "
             "contradicts: drop the option, or use the unquantized checkpoint"
         )
-    return parse_scheme(quant, checkpoint.config, head_bits)
+    return scheme
 
 
 def write_folder(

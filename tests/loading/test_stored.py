@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 
@@ -229,12 +230,21 @@ def test_flags_that_contradict_the_checkpoint(folder, tmp_path):
     for arguments, message in (
         (("chat", "--model", out, "--int8", "-p", "x"), "already (int4-g32-minmax), which"),
         (("quantize", out, "--int8", "-o", tmp_path / "b"), "is quantized already"),
+        (
+            ("quantize", folder, "--precision", "int4-g32-lm4", "-o", tmp_path / "b"),
+            "its precision is chosen when the model runs: leave -lm4 out",
+        ),
     ):
         done = cli(*arguments)
         assert done.exit_code == 2 and message in done.stderr, (arguments, done.stderr)
         assert done.stderr.count("\n") == 1
     same = cli("chat", "--model", out, "--int4", "-p", "x", "--max-new-tokens", 2, "--no-compile")
     assert same.exit_code == 0, same.stderr
+    stored = open_checkpoint(out)
+    for name in ("int4-g32", stored.scheme.name):
+        assert with_scheme(stored, name, 16).scheme == dataclasses.replace(
+            stored.scheme, head_bits=16
+        )
 
 
 @pytest.mark.parametrize("damage", ["format", "scheme", "shard", "part", "json"])
