@@ -32,7 +32,8 @@ class MultipliedCheckpoint(WrappedCheckpoint):
         self.config = dataclasses.replace(inner.config, tie_embeddings=False)
 
     def names(self) -> set[str]:
-        return self.inner.names() | {_LM_HEAD}
+        names = self.inner.names()
+        return {name for name in names | {_LM_HEAD} if self._stored(name) in names}
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self.inner.shape(self._stored(name))
