@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from fasteagle.config import ModelConfig
-from fasteagle.config_fields import MOST_EXPERTS, Fields
+from fasteagle.config_fields import Fields
 from fasteagle.config_gguf import from_gguf, mtp_layers
 from fasteagle.config_hf import ERNIES
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.gguf_index import GGUFTensor, read_index
-from fasteagle.loading.names import CHOICE_BIAS, is_block_linear, mtp_name
+from fasteagle.loading.names import CHOICE_BIAS, holds_experts, is_block_linear, mtp_name
 from fasteagle.loading.rope_order import rope_order
 from fasteagle.loading.tensors import Checkpoint, rows_for
 from fasteagle.quant.gguf_blocks import (
@@ -92,25 +92,25 @@ class GGUFFile(Checkpoint):
                 f"{path}: one of {parts} parts: llama-gguf-split --merge joins them"
             )
         check_types(path, index.tensors)
-        self.tensors: dict[str, GGUFTensor] = {}
-        for name, tensor in index.tensors.items():
-            if name != ROPE_FACTORS:
-                self.tensors |= _matrices(hf_name(name), tensor)
+        named = {hf_name(n): t for n, t in index.tensors.items() if n != ROPE_FACTORS}
         # A plain view: the memmap subclass costs microseconds on each of a million slices.
         self._data = np.asarray(np.memmap(path, mode="r", dtype=np.uint8))
-        self.config = self._config(index.tensors.get(ROPE_FACTORS))
+        self.config = self._config(named, index.tensors.get(ROPE_FACTORS))
+        self.tensors: dict[str, GGUFTensor] = {}
+        for name, tensor in named.items():
+            self.tensors |= _matrices(self.config, name, tensor)
         if mtp_layers(self.fields, str(path)):
             n_layer = self.config.n_layer
             self.tensors = {mtp_name(name, n_layer): t for name, t in self.tensors.items()}
 
-    def _config(self, factors: GGUFTensor | None) -> ModelConfig:
-        embedding = self.tensors.get("model.embed_tokens.weight")
+    def _config(self, tensors: Mapping[str, GGUFTensor], factors: GGUFTensor | None) -> ModelConfig:
+        embedding = tensors.get("model.embed_tokens.weight")
         if embedding is None:
             raise FasteagleError(f"{self.path}: missing tensor token_embd.weight")
         return from_gguf(
             self.fields,
             vocab_size=embedding.shape[0],
-            tied="lm_head.weight" not in self.tensors,
+            tied="lm_head.weight" not in tensors,
             rope_freq_factors=None
             if factors is None
             else rope_factors(self.path, self._data, factors),
@@ -193,12 +193,11 @@ class GGUFFile(Checkpoint):
         return None
 
 
-def _matrices(name: str, tensor: GGUFTensor) -> dict[str, GGUFTensor]:
+def _matrices(config: ModelConfig, name: str, tensor: GGUFTensor) -> dict[str, GGUFTensor]:
     """Return a tensor by its Hugging Face name; of a tensor [X, N, K] its experts one by one."""
     if name.endswith("shared_expert_gate.weight") and len(tensor.shape) == 1:
         return {name: dataclasses.replace(tensor, shape=(1, *tensor.shape))}
-    has_experts = len(tensor.shape) == 3 and ".mlp.experts." in name
-    if not has_experts or tensor.shape[0] > MOST_EXPERTS:
+    if ".mlp.experts." not in name or not holds_experts(config, name, tensor.shape):
         return {name: tensor}
     n_expert, n_bytes = tensor.shape[0], tensor.n_bytes // tensor.shape[0]
     before, after = name.split(".experts.")

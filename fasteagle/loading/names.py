@@ -13,7 +13,6 @@ import re
 from collections.abc import Iterator
 
 from fasteagle.config import ModelConfig
-from fasteagle.config_fields import MOST_EXPERTS
 
 Shape = tuple[int, ...]
 Index = tuple[int | slice, ...]
@@ -36,7 +35,7 @@ _RENAMED = (  # files of Mixtral, Granite-MoE and Ernie-4.5
     (re.compile(r"^model\.mtp_linear_proj\.(\d+)\."), rf"{MTP_LAYERS}\1.eh_proj."),
 )
 _EXPERTS = re.compile(
-    r"(?P<mlp>.*\.mlp\.)(experts\.)?"
+    r"(?P<mlp>model\.layers\.(?P<layer>0|[1-9][0-9]{0,3})\.mlp\.)(experts\.)?"
     r"(?P<what>(gate|up|gate_up|down)_proj|(input|output)_linear)(\.weight)?"
 )
 _SHARED = re.compile(r"(?P<mlp>.*\.mlp\.shared_expert\.)(?P<what>(input|output)_linear)\.weight")
@@ -130,22 +129,33 @@ def block_linears(config: ModelConfig, i: int) -> dict[str, list[str]]:
     return linears
 
 
-def parts_of(name: str, shape: Shape) -> Iterator[tuple[str, Index]]:
+def holds_experts(config: ModelConfig, name: str, shape: Shape) -> bool:
+    """Return whether a tensor holds all the experts of a block, as many as the model has."""
+    return _experts_of(config, name, shape) is not None
+
+
+def _experts_of(config: ModelConfig, name: str, shape: Shape) -> re.Match[str] | None:
+    match = _EXPERTS.fullmatch(name) if len(shape) == 3 else None
+    if match is None or config.moe is None or shape[0] != config.moe.n_expert:
+        return None
+    return match if int(match["layer"]) < config.n_layer else None
+
+
+def parts_of(config: ModelConfig, name: str, shape: Shape) -> Iterator[tuple[str, Index]]:
     """Yield the expected names of what a file's tensor holds, each with its index in the tensor.
 
     A tensor [X, ., .] holds all experts, and one of `gate_up` or `input_linear` has its gate rows
-    before the up rows. The index of a whole tensor is (), and one of more experts than a model has
-    counts as whole: a few bytes of a file may say that there are billions. A router's bias may be
-    [1, X].
+    before the up rows. The index of a whole tensor is (), and one with other experts than the
+    model's counts as whole: a few bytes of a file may say that there are billions. A router's bias
+    may be [1, X].
     """
     for pattern, new in _RENAMED:
         name = pattern.sub(new, name)
     if name.endswith(CHOICE_BIAS) and len(shape) == 2 and shape[0] == 1:
         yield name, (0, slice(0, shape[1]))
         return
-    match = _EXPERTS.fullmatch(name) if len(shape) == 3 else _SHARED.fullmatch(name)
-    too_many = len(shape) == 3 and shape[0] > MOST_EXPERTS
-    if match is None or len(shape) not in (2, 3) or too_many:
+    match = _SHARED.fullmatch(name) if len(shape) == 2 else _experts_of(config, name, shape)
+    if match is None:
         yield name, ()
         return
     mlp, what = match["mlp"], match["what"]

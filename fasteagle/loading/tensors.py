@@ -146,11 +146,13 @@ class SafetensorsFolder(Checkpoint):
         self.path, self.config = path, config
         self.files = _shards(path, "model.safetensors", "*.safetensors")
         self._stored: dict[str, tuple[Any, str, Index]] = {}  # file, name there, index
+        places: dict[str, Path] = {}
         for file in self.files:
             handle = open_safetensors(file)
             for stored in sorted(handle.keys()):
                 shape = handle.get_slice(stored).get_shape()
-                for name, index in parts_of(stored, shape):
+                for name, index in parts_of(config, stored, shape):
+                    _require_once(name, file, places)
                     self._stored[name] = handle, stored, index
 
     def names(self) -> set[str]:
@@ -182,6 +184,7 @@ class TorchBinFolder(Checkpoint):
         self.path, self.config = path, config
         self.files = _shards(path, "pytorch_model.bin", "pytorch_model*.bin")
         self._tensors: dict[str, Tensor] = {}
+        places: dict[str, Path] = {}
         for file in self.files:
             if not file.stat().st_size:
                 raise FasteagleError(f"{file} is empty: fetch the weights again")
@@ -190,7 +193,8 @@ class TorchBinFolder(Checkpoint):
                 raise FasteagleError(f"{file}: not a weights-only torch file (no dict of tensors)")
             for stored, tensor in part.items():
                 if isinstance(tensor, Tensor):
-                    for name, index in parts_of(stored, tuple(tensor.shape)):
+                    for name, index in parts_of(config, stored, tuple(tensor.shape)):
+                        _require_once(name, file, places)
                         self._tensors[name] = tensor[index]
 
     def names(self) -> set[str]:
@@ -266,6 +270,16 @@ def load_floats(checkpoint: Checkpoint, name: str) -> Tensor:
         kind = str(tensor.dtype).removeprefix("torch.")
         raise FasteagleError(f"{name} holds {kind} values: weights that are not packed are floats")
     return tensor
+
+
+def _require_once(name: str, file: Path, places: dict[str, Path]) -> None:
+    """Put the file of a tensor into `places`; raise `FasteagleError` where it has one already."""
+    if name in places:
+        raise FasteagleError(
+            f"{file.parent}: {name} is there twice, in {places[name].name} and in {file.name}: "
+            "keep one version of the weights"
+        )
+    places[name] = file
 
 
 def _shards(path: Path, single: str, pattern: str) -> list[Path]:

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from fasteagle.errors import FasteagleError
 from fasteagle.loading import checkpoint as checkpoint_module
@@ -72,6 +72,19 @@ def test_truncated_torch_bin(folder):
         load(folder)
 
 
+@pytest.mark.parametrize("ending", ["safetensors", "bin"])
+def test_two_versions_of_weights_are_not_mixed(folder, ending):
+    """Without an index nothing says which of them is the model."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    save = save_file if ending == "safetensors" else torch.save
+    for name in ("pytorch_model-a", "pytorch_model-b"):
+        save(tensors, folder / f"{name}.{ending}")
+    message = rf"is there twice, in \S+-a\.{ending} and in \S+-b\.{ending}: keep one version"
+    with pytest.raises(FasteagleError, match=message):
+        open_checkpoint(folder)
+
+
 def test_missing_shard_is_named(tmp_path):
     make_hf_model("llama3").save_pretrained(tmp_path, max_shard_size="100KB")
     victim = sorted(tmp_path.glob("*.safetensors"))[1]
@@ -112,6 +125,16 @@ def test_wrong_tensors_are_listed(folder, change, said):
     with pytest.raises(FasteagleError) as caught:
         load(folder)
     assert all(part in str(caught.value) for part in said)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_missing_tensors_of_granite_are_listed(tmp_path, tied):
+    """Its LM head is a tensor of its own here, also where the file has none."""
+    make_hf_model("granitemoe", tie_word_embeddings=tied).save_pretrained(tmp_path)
+    name = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    change_tensors(tmp_path, lambda tensors: tensors.pop(name))
+    with pytest.raises(FasteagleError, match=f"wrong tensors: .*missing {name}"):
+        open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("quant", [None, "int8"])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 
+from fasteagle.config import MoEConfig
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.gguf import GGUFFile, _matrices, check_types, hf_name, rope_factors
@@ -14,7 +15,7 @@ from fasteagle.loading.gguf_index import GGUFTensor, read_index
 from fasteagle.loading.names import parts_of
 from fasteagle.model import KVCache, causal_mask
 from gguf_files import finish, gguf_name, write_gguf
-from helpers import TINY_VOCAB, make_hf_model
+from helpers import TINY_VOCAB, make_hf_model, tiny_config
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"])
@@ -255,10 +256,17 @@ def test_a_vector_in_blocks_is_refused(tmp_path):
         check_types(tmp_path / "m.gguf", index.tensors)
 
 
-def test_no_more_experts_are_listed_than_a_model_has():
-    many = GGUFTensor("F16", (10**9, 1, 1), 0, 2 * 10**9)
-    name = "model.layers.0.mlp.experts.up_proj.weight"
-    assert list(_matrices(name, many)) == [name]
-    stacked = "model.layers.0.mlp.experts.down_proj"
-    assert list(parts_of(stacked, (10**10, 0, 4))) == [(stacked, ())]
-    assert len(list(parts_of(stacked, (1024, 2, 4)))) == 1024
+@pytest.mark.parametrize(
+    ("layer", "n_expert", "listed"),
+    [("1", 4, 4), ("1", 5, 1), ("1", 1024, 1), ("1", 10**10, 1), ("2", 4, 1), ("01", 4, 1)],
+)
+def test_no_more_experts_are_listed_than_the_config_says(layer, n_expert, listed):
+    """A file of 50 KB may name 500 blocks of 1,024 experts without any values."""
+    config = tiny_config(moe=MoEConfig(n_expert=4, top_k=2, ffn_dim=16))
+    block = f"model.layers.{layer}.mlp.experts"
+    many = GGUFTensor("F16", (n_expert, 1, 1), 0, 2 * n_expert)
+    name = f"{block}.up_proj.weight"
+    matrices = _matrices(config, name, many)
+    assert len(matrices) == listed and (listed > 1 or list(matrices) == [name])
+    parts = list(parts_of(config, f"{block}.down_proj", (n_expert, 2, 4)))
+    assert len(parts) == listed and (listed > 1 or parts == [(f"{block}.down_proj", ())])
