@@ -142,6 +142,7 @@ def _key(
         "model": identity,
         "scheme": scheme.name,
         "head": head.origin,
+        "head_digest": head.digest,
         "tap_layers": list(options.tap_layers or ()),
         "data": str(options.data),
         **{k: getattr(options, k) for k in ("tokens", "minutes", "steps", "draft_vocab")},
@@ -200,7 +201,7 @@ def _calibrate(
         """Return the training of a copy of `first` on the quantized target's features."""
         copied = copy.deepcopy(first).float().requires_grad_(True)
         train = training_options(n_steps, "eagle3" if aux_layers else "eagle1")
-        ids, origin = first.target_ids(), f"{key} {head.origin}"
+        ids, origin = first.target_ids(), f"{key} {head.digest}"
         return Trainer(copied, engine.model, store, held_out, ids, train, folder, origin)
 
     def steps_within() -> int:

@@ -17,7 +17,7 @@ from fasteagle.errors import FasteagleError, note
 from fasteagle.loading.heads.read import load_head, with_vocabulary
 from fasteagle.loading.heads.write import save_head
 from fasteagle.loading.open import OpenedModel, Runtime, open_model
-from fasteagle.loading.tensors import fingerprint
+from fasteagle.loading.tensors import files_digest, fingerprint
 from fasteagle.model import EagleHead
 from fasteagle.options import RuntimeOptions
 from fasteagle.paths import cache_dir, require_writable, write_atomic
@@ -76,7 +76,8 @@ def train_head(
     loss_size = min(options.loss_vocab_size, len(draft_ids))
     if head.own_lm_head is not None:
         loss_size = len(draft_ids)  # all of its rows are trained
-    loss_ids, origin = frequent_tokens(training, loss_size, among=draft_ids), f"{text} {run.init}"
+    loss_ids = frequent_tokens(training, loss_size, among=draft_ids)
+    origin = f"{text} {None if run.init is None else files_digest(run.init)}"
     trainer = Trainer(head, target, store, held_out, loss_ids, options, run.out, origin, ranks)
     if run.resume and trainer.resume() and ranks.is_first:
         note(f"continuing at step {trainer.step:,}")

@@ -92,6 +92,11 @@ def test_a_run_that_was_cut_off_goes_on_and_chat_finds_the_head(
     assert again.exit_code == 2 and "continue it with --resume" in again.stderr
     other = invoke(*command, "--resume", "--tokens", 4000)
     assert other.exit_code == 2 and "other settings (tokens 50000 -> 4000)" in other.stderr
+    config = (head / "config.json").read_text()
+    edit_json(head / "config.json", rope_theta=5e5)
+    other = invoke(*command, "--resume")
+    assert other.exit_code == 2 and "other settings (head_digest " in other.stderr
+    (head / "config.json").write_text(config)
     whole = (work / "state.json").read_text()
     for damaged, what in ((whole[:-9], "cannot be read as JSON"), ("{}", "no state of a")):
         (work / "state.json").write_text(damaged)

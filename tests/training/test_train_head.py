@@ -19,10 +19,11 @@ from fasteagle.loading.checkpoint import open_checkpoint
 from fasteagle.loading.heads.read import load_head
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.paths import cache_dir
+from fasteagle.training import train_head as module
 from fasteagle.training.held_out import HeldOut
 from fasteagle.training.options import TrainOptions
 from fasteagle.training.train import TrainingBar
-from helpers import write_random_text
+from helpers import edit_json, write_random_text
 
 
 @pytest.fixture
@@ -115,6 +116,23 @@ def test_a_head_to_begin_from_keeps_its_draft_vocabulary(tiny_dir, text_file, tm
         assert done.exit_code == 0, done.stderr
     assert torch.equal(load_head(tmp_path / "kept", config)[0].target_ids(), ids)
     assert len(load_head(tmp_path / "given", config)[0].target_ids()) == 90
+
+
+def test_a_run_goes_on_only_with_the_head_that_it_began_from(
+    tiny_dir, text_file, tmp_path, monkeypatch
+):
+    """Another one at the same path gives weights that no run would."""
+    first, out = tmp_path / "first", tmp_path / "out"
+    made = invoke(*command(tiny_dir, text_file, first, "--steps", 1))
+    assert made.exit_code == 0, made.stderr
+    train = command(tiny_dir, text_file, out, "--steps", 1, "--init", first, "--resume")
+    monkeypatch.setattr(module, "_finish", lambda *rest: None)  # as if it was killed before
+    assert invoke(*train).exit_code == 0
+    same = invoke(*train)
+    assert same.exit_code == 0 and "continuing at step 1" in same.stderr
+    edit_json(first / "config.json", rope_theta=5e5)
+    other = invoke(*train)
+    assert other.exit_code == 2 and "--held-out and --init, or another --out" in other.stderr
 
 
 @pytest.mark.slow
