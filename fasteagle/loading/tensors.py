@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fasteagle.config import ModelConfig
 from fasteagle.config_fields import Fields, parse_json
-from fasteagle.errors import FasteagleError, first_line
+from fasteagle.errors import FasteagleError, first_line, shortened
 from fasteagle.loading.names import Index, block_linears, expected_shapes, is_block_linear, parts_of
 from fasteagle.paths import replacing
 from fasteagle.quant.packed import PackedWeight
@@ -139,6 +139,31 @@ def unpickled(file: Path, mmap: bool = False) -> Any:
         ) from error
 
 
+def unpickled_tensors(file: Path, mmap: bool = False) -> dict[str, Tensor]:
+    """Read the tensors of a torch file by their names, other values left out.
+
+    Raises `FasteagleError` as `unpickled` does, and for tensors whose values are not all in the
+    file: a few bytes can stand for any number of them.
+    """
+    value = unpickled(file, mmap)
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        raise FasteagleError(f"{file}: not a weights-only torch file (no dict of tensors)")
+    tensors = {name: tensor for name, tensor in value.items() if isinstance(tensor, Tensor)}
+    others = sorted(name for name, tensor in tensors.items() if not _is_plain(tensor))
+    if others:
+        raise FasteagleError(
+            f"{file}: not plain tensors: {shortened(others)}: use a safetensors version of it"
+        )
+    return tensors
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor has a place in memory for each of its values."""
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
+        return False
+    return tensor.nbytes <= tensor.untyped_storage().nbytes()
+
+
 class SafetensorsFolder(Checkpoint):
     """Folder of `*.safetensors` files; an index file, where present, lists its shards."""
 
@@ -188,14 +213,10 @@ class TorchBinFolder(Checkpoint):
         for file in self.files:
             if not file.stat().st_size:
                 raise FasteagleError(f"{file} is empty: fetch the weights again")
-            part = unpickled(file, mmap=True)
-            if not isinstance(part, dict):
-                raise FasteagleError(f"{file}: not a weights-only torch file (no dict of tensors)")
-            for stored, tensor in part.items():
-                if isinstance(tensor, Tensor):
-                    for name, index in parts_of(config, stored, tuple(tensor.shape)):
-                        _require_once(name, file, places)
-                        self._tensors[name] = tensor[index]
+            for stored, tensor in unpickled_tensors(file, mmap=True).items():
+                for name, index in parts_of(config, stored, tuple(tensor.shape)):
+                    _require_once(name, file, places)
+                    self._tensors[name] = tensor[index]
 
     def names(self) -> set[str]:
         return set(self._tensors)

@@ -76,6 +76,25 @@ def test_pickles_run_nothing(tmp_path, file, legacy):
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.zeros(1, 1).expand(64, 64), torch.zeros(64, 64).to_sparse(), torch.empty(3).to("meta")],
+    ids=["expanded", "sparse", "meta"],
+)
+def test_tensors_without_a_place_for_each_value_are_refused(tmp_path, tensor):
+    """A file of a few bytes would fill the memory, or end in a traceback."""
+    target = random_target(tiny_config())
+    kind = "official EAGLE-1/2"
+    raw, state = DIALECTS[kind](head_for(target, kind))
+    head = write_folder(tmp_path / "head", raw, state | {"fc.weight": tensor}, True)
+    model = save_tiny(tmp_path / "model")
+    (model / "model.safetensors").unlink()
+    torch.save({"fc.weight": tensor}, model / "pytorch_model.bin")
+    for read in (lambda: load_head(head, tiny_config()), lambda: open_checkpoint(model)):
+        with pytest.raises(FasteagleError, match="bin: not plain tensors: fc.weight: use a safet"):
+            read()
+
+
 @pytest.mark.parametrize("name", ["state.pt", "model.bin", "model.safetensors", "model.gguf"])
 def test_a_pickle_in_place_of_a_model_or_a_head(tmp_path, name):
     """By its path or alone in its folder, as pickle writes it."""

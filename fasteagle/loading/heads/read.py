@@ -35,7 +35,7 @@ from fasteagle.loading.heads.tables import (
     refuse_others,
     target_ids,
 )
-from fasteagle.loading.tensors import open_safetensors, read_json, unpickled
+from fasteagle.loading.tensors import open_safetensors, read_json, unpickled, unpickled_tensors
 from fasteagle.model import EagleHead, make_head
 from fasteagle.uninitialized import Uninitialized
 
@@ -291,9 +291,7 @@ def _read_state(folder: Path) -> tuple[State, Header | None]:
             except (SafetensorError, ValueError) as error:  # a dtype that torch does not have
                 raise FasteagleError(f"{safe}: {error}: use the plain head") from error
     elif pickled.exists():
-        state = unpickled(pickled)
-        if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
-            raise FasteagleError(f"{pickled}: not a weights-only torch file (no dict of tensors)")
+        state = unpickled_tensors(pickled)
     else:
         raise FasteagleError(f"{folder}: no model.safetensors and no pytorch_model.bin")
     lists = sorted(folder.glob("freq_*.pt"))
