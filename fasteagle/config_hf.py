@@ -54,6 +54,7 @@ def head_from_hf(raw: Mapping[str, Any], source: str) -> HeadConfig:
         max_seq_len=ANY_LENGTH,
         rope_base=fields.number("rope_theta", rope.number("rope_theta", 10000.0)),
         qkv_bias=fields.flag("qkv_bias"),
+        rope_freq_factors=read_freq_factors(fields, common["head_dim"]),
     )
     if "sliding_attention" in fields.texts("layer_types"):
         block = dataclasses.replace(block, sliding_window=fields.integer("sliding_window"))
@@ -244,6 +245,14 @@ _HF_KEYS = {
     "head_dim": "head_dim",
     "ffn_dim": "intermediate_size",
 }
+
+
+def read_freq_factors(fields: Fields, head_dim: int) -> tuple[float, ...] | None:
+    """Return the divisors of RoPE's frequencies, None where there are none."""
+    factors = fields.numbers("rope_freq_factors")
+    if factors and len(factors) != head_dim // 2:
+        raise fields.error("rope_freq_factors", f"{head_dim // 2:,} numbers, half of head_dim")
+    return factors or None
 
 
 def read_shape(

@@ -15,11 +15,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fasteagle.config import SCORES, ModelConfig, MoEConfig
 from fasteagle.config_fields import MOST_EXPERTS, MOST_LAYERS, MOST_WIDTH, Fields
-from fasteagle.config_hf import read_llama3_scaling, read_shape
+from fasteagle.config_hf import read_freq_factors, read_llama3_scaling, read_shape
 from fasteagle.errors import FasteagleError, shortened
 from fasteagle.loading.tensors import (
     Checkpoint,
@@ -36,6 +37,7 @@ from fasteagle.quant.scheme import Scheme
 FORMAT = 1
 METHOD = "fasteagle"  # `quant_method` in config.json
 SHARD_BYTES = 1 << 30
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 INDEX = "model.safetensors.index.json"
 
 
@@ -118,7 +120,7 @@ class StoredFolder(SafetensorsFolder):
             )
         for name, entry in self._packed.items():
             try:
-                self.packed(name)
+                _require_dtypes(self.packed(name))
             except (AssertionError, KeyError, ValueError, FasteagleError) as error:
                 raise FasteagleError(
                     f"{self.path}: {name} does not fit its header {entry} ({error}): "
@@ -159,6 +161,18 @@ class StoredFolder(SafetensorsFolder):
         return weight.rows(slice(0, rows_for(self.shape(name), n))).dequantize()
 
 
+def _require_dtypes(weight: PackedWeight | None) -> None:
+    """Raise ValueError for parts that are not as `PackedWeight` describes them."""
+    assert weight is not None, "its header says so"
+    kinds = {name: tensor.dtype for name, tensor in weight.tensors().items()}
+    integers = {"q": torch.uint8 if weight.bits == 4 else torch.int8, "zeros": torch.uint8}
+    for name, dtype in kinds.items():
+        if dtype not in ((integers[name],) if name in integers else FLOATS):
+            raise ValueError(f"{name} is {dtype}")
+    if weight.zeros is not None and (weight.zeros > 16).any():
+        raise ValueError("zeros are above 16")
+
+
 def _scheme(fields: Fields) -> Scheme:
     return Scheme(
         bits=fields.one_of("bits", (4, 8)),
@@ -178,9 +192,10 @@ _SHAPE_KEYS = {name: name for name in ("dim", "n_head", "n_kv_head", "head_dim",
 
 def _model_config(fields: Fields) -> ModelConfig:
     """Read a `ModelConfig` back from the fields that `dataclasses.asdict` made of it."""
+    shape = read_shape(fields, _SHAPE_KEYS)
     scaling, n_layer = fields.part("rope_scaling"), fields.integer("n_layer", most=MOST_LAYERS)
     return ModelConfig(
-        **read_shape(fields, _SHAPE_KEYS),
+        **shape,
         n_layer=n_layer,
         vocab_size=fields.width("vocab_size"),
         max_seq_len=fields.integer("max_seq_len"),
@@ -188,7 +203,7 @@ def _model_config(fields: Fields) -> ModelConfig:
         rope_base=fields.number("rope_base"),
         rope_scaling=None if scaling.empty else read_llama3_scaling(scaling, _ORIGINAL),
         rope_linear_factor=fields.number("rope_linear_factor", 1.0),
-        rope_freq_factors=fields.numbers("rope_freq_factors") or None,
+        rope_freq_factors=read_freq_factors(fields, shape["head_dim"]),
         tie_embeddings=fields.flag("tie_embeddings"),
         qkv_bias=fields.flag("qkv_bias"),
         qk_norm=fields.flag("qk_norm"),

@@ -77,6 +77,7 @@ BAD = [
     (HEAD, {"intermediate_size": 2**40}, "intermediate_size is 1099511627776: must be an integer"),
     (HEAD, {"draft_vocab_size": 261}, "draft_vocab_size is 261: must be an integer from 1 to 260"),
     (HEAD, {"rope_theta": [1]}, "rope_theta is [1]: must be a number"),
+    (HEAD, {"rope_freq_factors": [1.5]}, "rope_freq_factors is [1.5]: must be 8 numbers, half of"),
     (HEAD, {"bias": "yes"}, 'bias is "yes": must be true or false'),
     (HEAD, {"quantization_config": {"bits": 4}}, 'quantization_config is {"bits": 4}: must be'),
     (HEADER, {"ranks": "x"}, 'its header: ranks is "x": must be lists of numbers from 0 to 1'),

@@ -9,6 +9,7 @@ import shutil
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 
 from fasteagle import paths
 from fasteagle.cli.main import main
@@ -270,6 +271,39 @@ def test_damaged_folders(folder, tmp_path, damage):
     done = cli("chat", "--model", out, "-p", "x")
     assert done.exit_code == 2 and done.stderr.startswith("Error: ") and str(out) in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+PART = "model.layers.0.self_attn.o_proj.weight."
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "message"),
+    [
+        ("q", lambda q: q.to(torch.int16), "q is torch.int16"),
+        ("scales", lambda scales: scales.to(torch.int32), "scales is torch.int32"),
+        ("zeros", lambda zeros: zeros.float(), "zeros is torch.float32"),
+        ("zeros", lambda zeros: zeros + 9, "zeros are above 16"),
+    ],
+)
+def test_parts_of_another_kind_are_refused(folder, tmp_path, part, change, message):
+    out = tmp_path / "out"
+    dense = open_checkpoint(folder)
+    quantize.write_folder(out, dense, parse_scheme("int4-g32", dense.config))
+    shard = out / "model-00001.safetensors"
+    tensors = load_file(shard)
+    tensors[PART + part] = change(tensors[PART + part])
+    save_file(tensors, shard)
+    with pytest.raises(FasteagleError, match=message):
+        StoredFolder(out)
+
+
+def test_rope_factors_are_as_many_as_the_frequencies(folder, tmp_path):
+    dense = open_checkpoint(folder)
+    quantize.write_folder(tmp_path, dense, parse_scheme("int8", dense.config))
+    model = json.loads((tmp_path / "config.json").read_text())["model"]
+    edit_json(tmp_path / "config.json", model=model | {"rope_freq_factors": [1.0, 2.0]})
+    with pytest.raises(FasteagleError, match="rope_freq_factors is .* must be 8 numbers, half of"):
+        StoredFolder(tmp_path)
 
 
 def test_a_disk_without_room(folder, monkeypatch):

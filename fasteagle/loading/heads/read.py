@@ -112,7 +112,6 @@ class HeadSource:
             shape.block,
             qk_norm="self_attn.q_norm.weight" in names,
             qkv_bias=bool(raw.get("qkv_bias")) or "self_attn.q_proj.bias" in names,
-            rope_freq_factors=tuple(raw.get("rope_freq_factors") or ()) or None,
         )
         size = raw.get("draft_vocab_size") or n_tokens
         if size == n_tokens and MAP in state:  # a list of FR-Spec
@@ -272,7 +271,6 @@ def _flat_config(where: str, raw: Raw) -> Raw:
         fields.flag(key)
     for key in ("target_hidden_size", "draft_vocab_size", "vocab_size"):
         fields.width(key, 1)
-    fields.numbers("rope_freq_factors")
     fields.part("rope_scaling")
     if "full_attention" in fields.part("rope_parameters"):
         fields.part("rope_parameters").part("full_attention")
