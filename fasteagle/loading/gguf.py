@@ -173,9 +173,16 @@ class GGUFFile(Checkpoint):
         return 4 if kind in GGUF_4_BITS else 8
 
     def packed(self, name: str) -> PackedWeight | None:
-        """Return the tensor in 4 or 8 bits as `from_gguf_blocks` rounds; None for dense types."""
+        """Return the tensor in 4 or 8 bits as `from_gguf_blocks` rounds; None for dense types.
+
+        None too for an embedding that would be rounded: it is looked up, and only an LM head that
+        is tied to it needs a product.
+        """
         tensor = self.tensors[name]
         if tensor.kind not in GGUF_BLOCKS:
+            return None
+        is_looked_up = name == "model.embed_tokens.weight" and not self.config.tie_embeddings
+        if is_looked_up and tensor.kind not in GGUF_EXACT:
             return None
         raw = self._raw(tensor)
         blocks = torch.from_numpy(raw.reshape(tensor.shape[0], -1).copy())

@@ -212,6 +212,16 @@ def test_a_written_folder_keeps_the_mix(tmp_path):
     assert weight_bytes(folder, folder.scheme) == weight_bytes(checkpoint, folder.scheme)
 
 
+def test_a_written_embedding_is_not_rounded(tmp_path):
+    """8 bits do not hold Q6_K exactly; the LM head runs in them from the file, too."""
+    write_gguf(tmp_path / "m.gguf", wide_model(), lambda name: "Q6_K")
+    file = GGUFFile(tmp_path / "m.gguf")
+    write_folder(tmp_path / "out", file, file.own_scheme)
+    folder, name = StoredFolder(tmp_path / "out"), "model.embed_tokens.weight"
+    assert torch.equal(folder.load(name), file.load(name))
+    assert folder.bits("lm_head.weight") == 8
+
+
 def test_rows_of_no_whole_blocks_in_a_file(tmp_path):
     """250 columns instead of 256 in the header of a Q6_K tensor."""
     path = tmp_path / "m.gguf"
