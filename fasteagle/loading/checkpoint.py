@@ -63,11 +63,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def _open_folder(path: Path, raw: dict[str, Any]) -> Checkpoint:
-    settings = raw.get("quantization_config")
-    if isinstance(settings, dict) and settings.get("quant_method") == stored.METHOD:
+    if stored.is_stored(raw):
         return stored.StoredFolder(path, raw)
     # Early GPTQ tools wrote a separate file and nothing into config.json.
-    if settings or (path / "quantize_config.json").exists():
+    if raw.get("quantization_config") or (path / "quantize_config.json").exists():
         return open_quantized(path, raw)
     config = from_hf(raw, str(path / "config.json"))
     if any(path.glob("*.safetensors")):

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from fasteagle.device import short_of_memory, unless_short
 from fasteagle.errors import FasteagleError, with_progress
-from fasteagle.loading.names import expected_shapes, is_block_linear
+from fasteagle.loading.heads.mtp import layer_names
+from fasteagle.loading.names import MTP_LAYERS, expected_shapes, is_block_linear
 from fasteagle.loading.stored import StoredFolder, save
 from fasteagle.loading.tensors import (
     Checkpoint,
@@ -135,11 +136,12 @@ def quantized_weights(
 ) -> Iterator[tuple[str, PackedWeight | Tensor]]:
     """Yield every tensor of a model as `scheme` stores it, in main memory.
 
-    Values are chosen on `device`. `notify` gets a line now and then.
+    Values are chosen on `device`. A layer for multi-token prediction stays as it is. `notify` gets
+    a line now and then.
     """
-    names = sorted(expected_shapes(checkpoint.config))
+    names = sorted(expected_shapes(checkpoint.config)) + layer_names(checkpoint)
     for name in with_progress(names, len(names), "quantized", "tensors", notify):
-        own = checkpoint.packed(name)
+        own = None if name.startswith(MTP_LAYERS) else checkpoint.packed(name)
         if own is not None and (scheme.method == "own" or not is_block_linear(name)):
             yield name, own
         elif is_block_linear(name):

@@ -92,6 +92,12 @@ def save(
     write_json({"weight_map": where}, folder / INDEX)
 
 
+def is_stored(raw: dict[str, Any]) -> bool:
+    """Return whether a config.json is of a folder written by `save`."""
+    settings = raw.get("quantization_config")
+    return isinstance(settings, dict) and settings.get("quant_method") == METHOD
+
+
 class StoredFolder(SafetensorsFolder):
     """Folder written by `save`. Raises `FasteagleError` for damaged and for newer ones."""
 

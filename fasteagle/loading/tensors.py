@@ -293,6 +293,15 @@ def load_floats(checkpoint: Checkpoint, name: str) -> Tensor:
     return tensor
 
 
+def tensor_names(path: Path) -> set[str]:
+    """Return the names of a folder's tensors as its files have them."""
+    safe = _shards(path, "model.safetensors", "*.safetensors")
+    if safe:
+        return {name for file in safe for name in open_safetensors(file).keys()}  # noqa: SIM118
+    pickled = _shards(path, "pytorch_model.bin", "pytorch_model*.bin")
+    return {name for file in pickled for name in unpickled_tensors(file, mmap=True)}
+
+
 def _require_once(name: str, file: Path, places: dict[str, Path]) -> None:
     """Put the file of a tensor into `places`; raise `FasteagleError` where it has one already."""
     if name in places:

@@ -15,6 +15,7 @@ from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.heads.read import load_head
 from fasteagle.loading.heads.tables import official_state
+from fasteagle.loading.heads.write import save_head
 from fasteagle.shapes import TreeShape
 from gguf_files import write_gguf
 from helpers import (
@@ -23,6 +24,7 @@ from helpers import (
     make_hf_model,
     pairs,
     propose,
+    random_head,
     save_tokenizer,
     write_random_text,
 )
@@ -164,6 +166,32 @@ def test_a_chat_finds_it_and_says_the_same(family, precision, kind, request):
     assert drafted.stdout == invoke(*chat, "--no-spec").stdout
     named = invoke(*chat, "--head", folder)
     assert named.stdout == drafted.stdout and f"draft head {folder}: {kind}" in named.stderr
+
+
+@pytest.mark.parametrize("family", ["mimo", "ernie"])
+def test_a_quantized_folder_has_it_too(family, request, tmp_path):
+    """In the model's own floats: it is quantized when it is loaded, as from the model's files."""
+    folder = request.getfixturevalue(family)
+    folder = folder if family == "mimo" else folder[1]
+    done = invoke("quantize", folder, "--precision", "int4-g32", "-o", tmp_path / "out")
+    assert done.exit_code == 0, done.stderr
+    config = open_checkpoint(folder).config
+    expected, state = (official_state(load_head(f, config)[0]) for f in (folder, tmp_path / "out"))
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in state.items())
+    chat = ("chat", "--model", tmp_path / "out", "-p", "hello", "--max-new-tokens", 8)
+    said = invoke(*chat, "--no-compile")
+    assert "draft head the model's own layer: fused" in said.stderr, said.stderr
+
+
+def test_a_draft_head_may_name_the_model_in_its_config(mimo, tmp_path):
+    """Its tensors say that it is a draft head, not a model with a layer."""
+    target = load_model(open_checkpoint(mimo), dtype=torch.float32, device="cpu", max_seq_len=64)
+    head = random_head(target, qk_norm=False, rope_base=1e4)
+    save_head(tmp_path, head, {}, torch.float32)
+    edit_json(tmp_path / "config.json", architectures=["MiMoForCausalLM"])
+    loaded, _ = load_head(tmp_path, target.config)
+    assert not loaded.config.mtp and torch.equal(loaded.fc.weight, head.fc.weight)
 
 
 @pytest.mark.parametrize("drop", [OWN, f"{OWN}mlp."], ids=["whole", "a part"])

@@ -1,6 +1,7 @@
 """Layers for multi-token prediction (MTP) in a model's own files, read as draft heads.
 
-Files are folders of MiMo and Ernie-4.5, and GGUF files with `nextn` tensors. Such a layer was
+Files are folders of MiMo and Ernie-4.5, GGUF files with `nextn` tensors, and our own folders made
+of either. Such a layer was
 trained with the model to predict one token more; as a draft head it reads its own output for each
 further one. Of several layers the first is read.
 """
@@ -21,9 +22,11 @@ from fasteagle.loading.gguf_index import read_index
 from fasteagle.loading.heads.gguf import gguf_of
 from fasteagle.loading.heads.tables import Raw, State, layer_config
 from fasteagle.loading.names import MTP_LAYERS
-from fasteagle.loading.tensors import Checkpoint, load_floats, read_json
+from fasteagle.loading.stored import is_stored
+from fasteagle.loading.tensors import Checkpoint, load_floats, read_json, tensor_names
 
 FIRST = f"{MTP_LAYERS}0."
+_IN_FOLDERS = "model.mtp_"  # how names begin in all folders: those of Ernie are changed when read
 # Names in a draft head's folder of what is not the decoder layer's; "" is the target's, and used
 # instead of the copy here
 _NAMES = {
@@ -42,6 +45,19 @@ def holds_layer(checkpoint: Checkpoint) -> bool:
     return any(name.startswith(FIRST) for name in checkpoint.names())
 
 
+def layer_names(checkpoint: Checkpoint) -> list[str]:
+    """Return the names of the layer's tensors in a model's files, in their order; may be none.
+
+    Those that are copies of the target's are left out.
+    """
+    names = sorted(name for name in checkpoint.names() if name.startswith(FIRST))
+    return [name for name in names if _NAMES.get(_module(name), name)]
+
+
+def _module(name: str) -> str:
+    return name.removeprefix(FIRST).rpartition(".")[0]
+
+
 def read_layer(path: Path) -> tuple[Raw, State] | None:
     """Read the layer in a model's folder or GGUF file as the config and tensors of a draft head.
 
@@ -51,9 +67,10 @@ def read_layer(path: Path) -> tuple[Raw, State] | None:
     if file is not None:
         may_hold = file.is_file() and mtp_layers(read_index(file).fields, str(file)) > 0
     else:
-        where = path / "config.json"
-        architectures = Fields(read_json(where), str(where)).texts("architectures")
-        may_hold = not {MIMO, *ERNIES}.isdisjoint(architectures)
+        raw = read_json(path / "config.json")
+        architectures = Fields(raw, str(path / "config.json")).texts("architectures")
+        may_hold = is_stored(raw) or not {MIMO, *ERNIES}.isdisjoint(architectures)
+        may_hold = may_hold and any(name.startswith(_IN_FOLDERS) for name in tensor_names(path))
     if not may_hold or not holds_layer(checkpoint := open_checkpoint(file or path)):
         return None
     config, state = mtp_layer(checkpoint.config), _state(checkpoint)
@@ -63,11 +80,10 @@ def read_layer(path: Path) -> tuple[Raw, State] | None:
 
 def _state(checkpoint: Checkpoint) -> State:
     state = {}
-    for name in sorted(name for name in checkpoint.names() if name.startswith(FIRST)):
-        module, _, kind = name.removeprefix(FIRST).rpartition(".")
-        if official := _NAMES.get(module, f"layers.0.{module}"):
-            tensor = load_floats(checkpoint, name)
-            state[f"{official}.{kind}"] = _reordered(tensor) if module == "input_proj" else tensor
+    for name in layer_names(checkpoint):
+        module, tensor = _module(name), load_floats(checkpoint, name)
+        official = _NAMES.get(module, f"layers.0.{module}") + name.removeprefix(FIRST + module)
+        state[official] = _reordered(tensor) if module == "input_proj" else tensor
     if checkpoint.config.architecture in ERNIES:  # they use the model's last norm
         state.setdefault("norm.weight", load_floats(checkpoint, "model.norm.weight"))
     return state
