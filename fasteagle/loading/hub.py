@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import fnmatch
 import hashlib
 import json
 import re
@@ -22,6 +23,7 @@ from fasteagle.paths import require_free_space
 
 WEIGHT_PATTERNS = ["*.safetensors", "*.safetensors.index.json"]
 TORCH_PATTERNS = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
+UNUSED_PATTERNS = ["*/*", "consolidated*"]  # the same weights for other programs
 SIDE_PATTERNS = ["*.json", "tokenizer.model", "*.jinja"]
 ANSWER_SECONDS = 3.0  # for the hub's list of files, and for pip at each try
 
@@ -140,6 +142,7 @@ def _is_complete(path: Path) -> bool:
 
 def _patterns(files: list[str]) -> list[str]:
     """Return patterns of the files to fetch: weights in one format, or the only GGUF file."""
+    files = [f for f in files if not any(fnmatch.fnmatch(f, p) for p in UNUSED_PATTERNS)]
     ggufs = [name for name in files if name.endswith(".gguf")]
     if len(ggufs) == 1 and "config.json" not in files:
         return ggufs
@@ -169,7 +172,11 @@ def fetch_repo(repo: str, revision: str | None, download_bytes: int | None = Non
         # One request: others try again for half a minute where there is no network.
         info = HfApi().model_info(repo, revision=revision, timeout=ANSWER_SECONDS)
         patterns = _patterns([file.rfilename for file in info.siblings or ()])
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
+        return Path(
+            snapshot_download(
+                repo, revision=revision, allow_patterns=patterns, ignore_patterns=UNUSED_PATTERNS
+            )
+        )
     except hub_errors.GatedRepoError as error:
         raise FasteagleError(
             f"{repo} is gated: accept its licence at https://huggingface.co/{repo}, then run "

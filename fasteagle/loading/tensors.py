@@ -30,6 +30,7 @@ from fasteagle.paths import replacing
 from fasteagle.quant.packed import PackedWeight
 from fasteagle.quant.scheme import Scheme, grouped_bytes
 
+MOST_NAME = 255  # bytes of a file's name on every file system
 AnyCheckpoint = TypeVar("AnyCheckpoint", bound="Checkpoint")
 
 
@@ -314,8 +315,10 @@ def _require_once(name: str, file: Path, places: dict[str, Path]) -> None:
 
 def _shards(path: Path, single: str, pattern: str) -> list[Path]:
     index = path / f"{single}.index.json"
+    if (path / single).exists():  # the index is of an older version, as transformers takes it too
+        return [path / single]
     if not index.exists():
-        return [path / single] if (path / single).exists() else sorted(path.glob(pattern))
+        return sorted(path.glob(pattern))
     names = sorted(set(weight_map(index).values()))
     absent = [name for name in names if not (path / name).exists()]
     if absent:
@@ -332,7 +335,7 @@ def weight_map(index: Path) -> dict[str, str]:
         raise FasteagleError(f"{index}: its weight_map names no tensor: fetch it again")
     files = {name: fields.text(name) for name in fields}
     for name, file in files.items():
-        if Path(file).name != file:
+        if Path(file).name != file or len(file.encode(errors="replace")) > MOST_NAME:
             raise fields.error(name, "the name of a file in the same folder")
     return files
 

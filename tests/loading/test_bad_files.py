@@ -98,6 +98,7 @@ BAD = [
     (INDEX, "{}", "its weight_map names no tensor"),
     (INDEX, '{"weight_map": {"a": 1}}', "weight_map.a is 1: must be a text"),
     (INDEX, '{"weight_map": {"a": "/etc/a"}}', 'weight_map.a is "/etc/a": must be the name of a f'),
+    (INDEX, f'{{"weight_map": {{"a": "{"x" * 300}"}}}}', "weight_map.a is "),
     (GENERATION, '{"eos_token_id": "x"}', 'eos_token_id is "x": must be a token id or a list of'),
     (GENERATION, '{"eos_token_id": [1, null]}', "eos_token_id is [1, null]: must"),
 ]
@@ -121,6 +122,8 @@ def test_bad_files_cost_one_line(good, tmp_path, monkeypatch, file, written, mes
         "fasteagle.loading.open.load_model", lambda *a, **k: pytest.fail("the target was loaded")
     )
     folder = shutil.copytree(good, tmp_path / "files")
+    if file == INDEX:  # beside a single file it would not be read
+        (folder / "model/model.safetensors").rename(folder / "model/model-1.safetensors")
     if file == HEADER:
         header = written if isinstance(written, str) else json.dumps(written)
         tensors = load_file(folder / file)

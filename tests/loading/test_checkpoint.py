@@ -85,6 +85,12 @@ def test_two_versions_of_weights_are_not_mixed(folder, ending):
         open_checkpoint(folder)
 
 
+def test_an_old_index_beside_a_single_file_is_not_read(folder, tiny_dir):
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert_same(weights_of(folder), weights_of(tiny_dir))
+
+
 def test_missing_shard_is_named(tmp_path):
     make_hf_model("llama3").save_pretrained(tmp_path, max_shard_size="100KB")
     victim = sorted(tmp_path.glob("*.safetensors"))[1]

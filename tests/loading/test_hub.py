@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 from huggingface_hub import errors
+from huggingface_hub.utils import filter_repo_objects
 
 from fasteagle.errors import FasteagleError
 from fasteagle.loading import hub, registry
@@ -49,7 +50,9 @@ def test_a_download_that_was_cut_off_is_resumed(hub_cache, tmp_path, monkeypatch
     assert hub.local_repo(REPO, REVISION) is None
     request = {}
 
-    def download(repo, revision=None, allow_patterns=None, local_files_only=False):
+    def download(
+        repo, revision=None, allow_patterns=None, ignore_patterns=None, local_files_only=False
+    ):
         if local_files_only:
             return str(snapshot)
         request.update(patterns=allow_patterns)
@@ -65,6 +68,32 @@ def test_a_download_that_was_cut_off_is_resumed(hub_cache, tmp_path, monkeypatch
         monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *a, info=info, **k: info)
         hub.fetch_repo(REPO, REVISION)
         assert expected in request["patterns"] and absent not in request["patterns"]
+
+
+def test_weights_are_fetched_once(monkeypatch, hub_cache, tmp_path):
+    """Not a second time in the form of another program, nor from folders that no reader opens."""
+    wanted = [
+        "config.json",
+        "model-1.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+    ]
+    unused = ["consolidated.safetensors", "original/model.safetensors", "onnx/config.json"]
+    fetched = []
+
+    def download(repo, local_files_only=False, **options):
+        if local_files_only:
+            raise errors.LocalEntryNotFoundError("none")
+        options.pop("revision")
+        fetched.extend(filter_repo_objects([*wanted, *unused], **options))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    info = SimpleNamespace(siblings=[SimpleNamespace(rfilename=n) for n in wanted + unused])
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *a, **k: info)
+    hub.fetch_repo(REPO, None)
+    assert fetched == wanted
+    assert hub._patterns(["onnx/model.safetensors", "pytorch_model.bin"])[0].endswith(".bin")
 
 
 def test_hub_errors_are_one_line_with_the_fix(hub_cache, monkeypatch):
