@@ -72,6 +72,14 @@ def check(options: Any) -> None:
             require_word(name, value, words)
 
 
+def require_unset(options: Any, names: Sequence[str], other: str) -> None:
+    """Raise `FasteagleError` for fields in `names` that are set, and do nothing with `other`."""
+    for field in dataclasses.fields(options):
+        is_set = getattr(options, field.name) != field.default
+        if field.name in names and is_set:
+            raise FasteagleError(f"{flag_of(field)} has no meaning {other}: drop one")
+
+
 def require_word(name: str, value: Any, words: Sequence[str]) -> None:
     """Raise `FasteagleError` unless the value of the option `name` is one of `words`."""
     known = f"{', '.join(words[:-1])} or {words[-1]}"

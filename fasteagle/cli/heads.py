@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 import click
@@ -21,6 +22,9 @@ from fasteagle.loading.tensors import fingerprint
 from fasteagle.options import RuntimeOptions
 from fasteagle.paths import require_writable
 
+# Options that say which weights a draft head is compared with
+OF_WEIGHTS = ("device", "threads", "precision", "int4", "int8")
+
 
 def run_inspect_head(
     path: str,
@@ -33,7 +37,10 @@ def run_inspect_head(
     if probe and model is None:
         raise FasteagleError("--probe measures on a model: add --model")
     if model is None:
-        _refuse_options_of_a_model()
+        _refuse_options("is of a model: add --model, or drop it", but=("path", "aux_layers"))
+    elif not probe:
+        but = {*OF_WEIGHTS, "path", "model", "aux_layers"}
+        _refuse_options("is of a model that runs: add --probe, or drop it", but)
     files = named_head(path)
     opened = open_model(model, runtime_options) if model else None
     identity = None
@@ -49,12 +56,16 @@ def run_inspect_head(
         _print_probes(files, opened.loaded(runtime_options), aux_layers)
 
 
-def _refuse_options_of_a_model() -> None:
+def _refuse_options(problem: str, but: Collection[str]) -> None:
+    """Raise `FasteagleError` with `problem` for an option on the command line that is not in `but`.
+
+    Such an option would do nothing.
+    """
     context = click.get_current_context()
     for option in context.command.params:
         source = context.get_parameter_source(option.name or "")
-        if source is ParameterSource.COMMANDLINE and option.name not in ("path", "aux_layers"):
-            raise FasteagleError(f"{option.opts[0]} is of a model: add --model, or drop it")
+        if source is ParameterSource.COMMANDLINE and option.name not in but:
+            raise FasteagleError(f"{option.opts[0]} {problem}")
 
 
 def _print_probes(files: HeadFiles, runtime: Runtime, aux_layers: tuple[int, ...] | None) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fasteagle.config import checked_aux_layers, default_aux_layers
 from fasteagle.errors import FasteagleError
-from fasteagle.option_fields import check, option
+from fasteagle.option_fields import check, option, require_unset
 from fasteagle.options import TAP_LAYERS_TEXT, SamplingParams
 
 ALGORITHMS = ("eagle1", "eagle3", "eagle3.1")
@@ -145,6 +145,8 @@ class TrainRun:
 
     def __post_init__(self) -> None:
         check(self)
+        if self.prompts is None:
+            require_unset(self, ["answer_tokens"], "without --prompts")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,6 +177,10 @@ class CalibrateOptions:
 
     def __post_init__(self) -> None:
         check(self)
+        if self.data is not None:
+            require_unset(self, ["tokens"], "with --data")
+            if self.steps is not None:
+                require_unset(self, ["minutes"], "with --data and --steps")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

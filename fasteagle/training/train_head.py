@@ -19,6 +19,7 @@ from fasteagle.loading.heads.write import save_head
 from fasteagle.loading.open import OpenedModel, Runtime, open_model
 from fasteagle.loading.tensors import files_digest, fingerprint
 from fasteagle.model import EagleHead
+from fasteagle.option_fields import require_unset
 from fasteagle.options import RuntimeOptions
 from fasteagle.paths import cache_dir, require_writable, write_atomic
 from fasteagle.prompts import Conversation, read_conversations, read_questions
@@ -44,6 +45,10 @@ def train_head(
 ) -> None:
     """Train a draft head for `model`, alone or with other processes; write it to `run.out`."""
     _check_place(run)
+    if options.algorithm != "eagle1" and not options.borrow_lm_head:  # all of its rows are trained
+        require_unset(options, ["loss_vocab_size"], "with an LM head of the head's own")
+    if run.init is not None:
+        require_unset(options, ["init_scale"], "with --init")
     if runtime_options.backend == "torchao":
         raise FasteagleError(
             "a head is trained on weights that fasteagle quantizes: leave -torchao out"

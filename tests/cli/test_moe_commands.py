@@ -36,7 +36,7 @@ def test_a_draft_head_is_dense_and_lives_through_all_commands(tmp_path, no_compi
     folder = save_tiny(tmp_path / "m", "qwen3moe")
     text = write_random_text(tmp_path / "text.jsonl", 30, 40)
     head = tmp_path / "head"
-    sizes = ("--draft-vocab-size", 128, "--loss-vocab-size", 64, "--batch-tokens", 200)
+    sizes = ("--draft-vocab-size", 128, "--batch-tokens", 200)
     train = ("--held-out", 4, "--lr", 1e-3, "--steps", 2, "--algorithm", "eagle3")
     layers = ("--tap-layers", "0,1,2")
     invoke("train-head", "--model", folder, "--data", text, "--out", head, *sizes, *train, *layers)

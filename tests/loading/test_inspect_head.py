@@ -36,6 +36,13 @@ def test_options_of_a_model_need_one(given):
     assert refused.stderr == f"Error: {given.split()[0]} is of a model: add --model, or drop it\n"
 
 
+@pytest.mark.parametrize("given", ["--kv int8", "--max-seq-len 64", "--strict"])
+def test_options_of_a_model_that_runs_need_the_probe(given):
+    _, _, refused = run("smollm2-135m", "--model", "smollm2-135m", *given.split(), code=2)
+    problem = "is of a model that runs: add --probe, or drop it"
+    assert refused.stderr == f"Error: {given.split()[0]} {problem}\n"
+
+
 @pytest.fixture
 def own_head(model, checkpoint, tmp_path):
     """An EAGLE-3 head of ours for the tiny model, and its folder."""

@@ -90,8 +90,8 @@ def test_a_run_that_was_cut_off_goes_on_and_chat_finds_the_head(
     assert torch.load(work / "run" / "state.pt", weights_only=True)["step"] == 25
     again = invoke(*command)
     assert again.exit_code == 2 and "continue it with --resume" in again.stderr
-    other = invoke(*command, "--resume", "--tokens", 4000)
-    assert other.exit_code == 2 and "other settings (tokens 50000 -> 4000)" in other.stderr
+    other = invoke(*command, "--resume", "--draft-vocab", 100)
+    assert other.exit_code == 2 and "other settings (draft_vocab None -> 100)" in other.stderr
     config = (head / "config.json").read_text()
     edit_json(head / "config.json", rope_theta=5e5)
     other = invoke(*command, "--resume")
