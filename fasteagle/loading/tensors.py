@@ -24,12 +24,14 @@ from torch import Tensor
 
 from fasteagle.config import ModelConfig
 from fasteagle.config_fields import Fields, parse_json
-from fasteagle.errors import FasteagleError, first_line, shortened
+from fasteagle.errors import FasteagleError, shortened
 from fasteagle.loading.names import Index, block_linears, expected_shapes, is_block_linear, parts_of
+from fasteagle.loading.pickles import unpickled_tensors
 from fasteagle.paths import replacing
 from fasteagle.quant.packed import PackedWeight
 from fasteagle.quant.scheme import Scheme, grouped_bytes
 
+DTYPES_BELOW_A_BYTE = ("F4", "F6_E2M3", "F6_E3M2")
 MOST_NAME = 255  # bytes of a file's name on every file system
 AnyCheckpoint = TypeVar("AnyCheckpoint", bound="Checkpoint")
 
@@ -100,11 +102,19 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def open_safetensors(file: Path) -> Any:
-    """Open a safetensors file. Raises `FasteagleError` for a damaged one."""
+    """Open a safetensors file. Raises `FasteagleError` for a damaged one, and for some dtypes."""
     try:
-        return safe_open(file, framework="pt")
+        handle = safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
         raise FasteagleError(f"{file}: damaged or truncated ({error}): fetch it again") from error
+    names = handle.keys()
+    lacking = [name for name in names if handle.get_slice(name).get_dtype() in DTYPES_BELOW_A_BYTE]
+    if lacking:
+        raise FasteagleError(
+            f"{file}: values of 4 or 6 bits, which torch has no type for: {shortened(lacking)}: "
+            "use a version in 16 bits"
+        )
+    return handle
 
 
 def save_tensors(
@@ -124,45 +134,6 @@ def write_json(value: dict[str, Any], path: Path) -> None:
     """Write a JSON file, completely or not at all."""
     with replacing(path) as temporary:
         temporary.write_text(json.dumps(value, indent=1) + "\n")
-
-
-def unpickled(file: Path, mmap: bool = False) -> Any:
-    """Read a torch file of tensors and plain values only, so that it cannot run code.
-
-    Raises `FasteagleError` for a damaged file, and for one with other objects.
-    """
-    try:
-        return torch.load(file, map_location="cpu", mmap=mmap, weights_only=True)
-    except Exception as error:  # pickle, zip and RuntimeError, depending on the damage
-        raise FasteagleError(
-            f"{file}: not a weights-only torch file ({first_line(error)}): it is damaged or would "
-            "run code, use a safetensors version of it"
-        ) from error
-
-
-def unpickled_tensors(file: Path, mmap: bool = False) -> dict[str, Tensor]:
-    """Read the tensors of a torch file by their names, other values left out.
-
-    Raises `FasteagleError` as `unpickled` does, and for tensors whose values are not all in the
-    file: a few bytes can stand for any number of them.
-    """
-    value = unpickled(file, mmap)
-    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
-        raise FasteagleError(f"{file}: not a weights-only torch file (no dict of tensors)")
-    tensors = {name: tensor for name, tensor in value.items() if isinstance(tensor, Tensor)}
-    others = sorted(name for name, tensor in tensors.items() if not _is_plain(tensor))
-    if others:
-        raise FasteagleError(
-            f"{file}: not plain tensors: {shortened(others)}: use a safetensors version of it"
-        )
-    return tensors
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor has a place in memory for each of its values."""
-    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
-        return False
-    return tensor.nbytes <= tensor.untyped_storage().nbytes()
 
 
 class SafetensorsFolder(Checkpoint):

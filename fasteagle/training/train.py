@@ -22,7 +22,7 @@ from torch import Tensor
 from fasteagle.config import Eagle3Config, HeadConfig, draft_block
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.open import Runtime
-from fasteagle.loading.tensors import unpickled
+from fasteagle.loading.pickles import unpickled
 from fasteagle.model import Eagle3Head, EagleHead, Transformer, make_head
 from fasteagle.paths import replacing
 from fasteagle.training.data import Features
@@ -73,6 +73,16 @@ def new_head(target: Transformer, draft_ids: Tensor, options: TrainOptions) -> E
     return head
 
 
+_STATE = {  # of a run: what is saved, and its type
+    "head": dict,
+    "optimizer": dict,
+    "step": int,
+    "history": list,
+    "identity": str,
+    "options": dict,
+}
+
+
 class Trainer:
     """One training run in one folder; `run` continues exactly where a killed run stopped."""
 
@@ -116,7 +126,7 @@ class Trainer:
         path = self.folder / "state.pt"
         if not path.exists():
             return False
-        state = unpickled(path)
+        state = self._read_state(path)
         require_same(self.folder, state["options"], self._saved_options())
         if state["identity"] != self.identity:
             raise FasteagleError(
@@ -127,6 +137,15 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.history = state["step"], state["history"]
         return True
+
+    def _read_state(self, path: Path) -> dict[str, Any]:
+        """Read a checkpoint; raise `FasteagleError` for a file that `save` has not written."""
+        remedy = "remove it, or give another --out"
+        state, kinds = unpickled(path, fix=remedy), _STATE
+        is_ours = isinstance(state, dict) and state.keys() == kinds.keys()
+        if not is_ours or not all(isinstance(state[key], kinds[key]) for key in kinds):
+            raise FasteagleError(f"{path} is no state of a training: {remedy}")
+        return state
 
     def save(self) -> None:
         """Write everything `resume` needs; the old checkpoint is kept until the new one is done."""

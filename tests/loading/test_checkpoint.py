@@ -108,6 +108,17 @@ def test_damaged_safetensors(folder, keep):
         load(folder)
 
 
+@pytest.mark.parametrize(("dtype", "bits"), [("F4", 4), ("F6_E2M3", 6)])
+def test_values_below_a_byte_are_refused(folder, dtype, bits):
+    data = torch.zeros(64 * bits // 8, dtype=torch.uint8).numpy().tobytes()
+    entry = {"dtype": dtype, "shape": [64], "data_offsets": [0, len(data)]}
+    header = json.dumps({NORM: entry}).encode()
+    whole = len(header).to_bytes(8, "little") + header + data
+    (folder / "model.safetensors").write_bytes(whole)
+    with pytest.raises(FasteagleError, match=f"which torch has no type for: {NORM}"):
+        open_checkpoint(folder)
+
+
 UP_PROJ, NORM = "model.layers.1.mlp.up_proj.weight", "model.norm.weight"
 EXTRA = "model.layers.0.mlp.extra.weight"
 

@@ -160,9 +160,15 @@ def test_a_checkpoint_that_is_none_costs_one_line(trainer, tmp_path):
     """It is read as weights of strangers are: no code in it runs."""
     made = trainer()
     made.save()
-    (tmp_path / "run" / "state.pt").write_bytes(pickle.dumps(tmp_path))  # an object of a class
-    with pytest.raises(FasteagleError, match=r"state\.pt: not a weights-only torch file"):
-        made.resume()
+    state, remedy = tmp_path / "run" / "state.pt", "remove it, or give another --out"
+    for content in (pickle.dumps(tmp_path), b""):  # an object of a class, and a full disk's file
+        state.write_bytes(content)
+        with pytest.raises(FasteagleError, match=rf"not a weights-only torch file .*{remedy}"):
+            made.resume()
+    for content in ({"head": {}}, [1]):
+        torch.save(content, state)
+        with pytest.raises(FasteagleError, match=rf"is no state of a training: {remedy}"):
+            made.resume()
 
 
 def test_a_run_that_diverges_costs_one_line_and_keeps_its_checkpoint(trainer, tmp_path):

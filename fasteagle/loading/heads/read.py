@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from fasteagle.config import (
@@ -35,7 +34,8 @@ from fasteagle.loading.heads.tables import (
     refuse_others,
     target_ids,
 )
-from fasteagle.loading.tensors import open_safetensors, read_json, unpickled, unpickled_tensors
+from fasteagle.loading.pickles import unpickled, unpickled_tensors
+from fasteagle.loading.tensors import open_safetensors, read_json
 from fasteagle.model import EagleHead, make_head
 from fasteagle.uninitialized import Uninitialized
 
@@ -284,10 +284,7 @@ def _read_state(folder: Path) -> tuple[State, Header | None]:
     if safe.exists():
         with open_safetensors(safe) as file:
             header = _header(file.metadata() or {}, f"{safe}: its header")
-            try:
-                state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            except (SafetensorError, ValueError) as error:  # a dtype that torch does not have
-                raise FasteagleError(f"{safe}: {error}: use the plain head") from error
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     elif pickled.exists():
         state = unpickled_tensors(pickled)
     else:
