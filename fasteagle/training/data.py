@@ -17,7 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from fasteagle.errors import FasteagleError, note
 from fasteagle.generate import Engine
+from fasteagle.loading.tensors import open_safetensors
 from fasteagle.paths import replacing, require_free_space
 from fasteagle.prompts import Conversation
 from fasteagle.training.parallel import Ranks
@@ -125,7 +127,7 @@ def cached_features(
     missing = sum(len(c.ids) for path, group in shards if not path.exists() for c in group)
     require_free_space(folder, missing * row_bytes, "caching features")
     for path, group in ranks.share(shards):
-        if not path.exists():
+        if not _is_whole(path):
             features = [_compute(engine, c, aux_layers) for c in group]
             with replacing(path) as temporary:
                 save_file({"features": torch.cat(features)}, temporary)
@@ -135,6 +137,18 @@ def cached_features(
     for path, group in shards:
         parts += load_file(path)["features"].split([len(c.ids) for c in group])
     return Features(conversations, len(aux_layers), parts.__getitem__)
+
+
+def _is_whole(shard: Path) -> bool:
+    """Return whether a shard is there; a damaged one is told of, and removed."""
+    if not shard.exists():
+        return False
+    try:
+        open_safetensors(shard)
+    except FasteagleError as error:
+        note(f"features in the cache are damaged and are computed again ({error})")
+        shard.unlink()
+    return shard.exists()
 
 
 def _compute(engine: Engine, conversation: Conversation, aux_layers: tuple[int, ...]) -> Tensor:

@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from fasteagle.config_fields import parse_json
 from fasteagle.errors import FasteagleError
 from fasteagle.paths import require_writable, write_atomic
 from fasteagle.training.dialogues import Dialogue
@@ -29,7 +30,7 @@ class DataFile:
         beside = path.with_name(f"{path.name}.settings.json")
         if path.exists() and path.stat().st_size:
             try:
-                begun = json.loads(beside.read_text("utf-8"))
+                begun = parse_json(beside.read_text("utf-8"))
                 if not isinstance(begun, dict):
                     raise ValueError("no settings")
             except (OSError, ValueError) as error:
@@ -99,7 +100,7 @@ class DataFile:
 
 def _parsed(line: bytes, where: str) -> dict[str, Any]:
     try:
-        raw = json.loads(line)
+        raw = parse_json(line.decode())
         numbers = [raw[key] for key in ("id", "turn", "turns", "prompt_len")]
         if not all(type(n) is int for n in numbers) or not isinstance(raw["ids"], list):
             raise ValueError("whole numbers and a list")

@@ -14,6 +14,7 @@ from fasteagle.errors import FasteagleError
 from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.prompts import read_conversations
 from fasteagle.training import generate_data
+from fasteagle.training.data_file import DataFile
 from fasteagle.training.dialogues import Conversations, Reply, read_seeds
 from fasteagle.training.options import DataOptions
 from helpers import TINY_VOCAB, edit_json, save_tiny, write_questions
@@ -284,6 +285,15 @@ def test_files_of_others_are_not_written_to(model, prompts, tmp_path):
     text.write_text('{"ids": [1, 2], "prompt_len": 1}\n')
     done = invoke("--model", model, "--out", text, "--prompts", prompts, *FEW)
     assert done.exit_code == 2 and "line 1: not a line that generate-data wrote" in done.stderr
+
+
+def test_lines_of_others_are_refused(tmp_path):
+    out = tmp_path / "text.jsonl"
+    (tmp_path / "text.jsonl.settings.json").write_text("{}")
+    for line in (b"[" * 100_000, b"\xff", b"7"):
+        out.write_bytes(line + b"\n")
+        with pytest.raises(FasteagleError, match="line 1: not a line that generate-data wrote"):
+            DataFile(out, {})
 
 
 def test_a_template_without_a_question(tmp_path, monkeypatch):
