@@ -306,7 +306,7 @@ def weight_map(index: Path) -> dict[str, str]:
         raise FasteagleError(f"{index}: its weight_map names no tensor: fetch it again")
     files = {name: fields.text(name) for name in fields}
     for name, file in files.items():
-        if Path(file).name != file or len(file.encode(errors="replace")) > MOST_NAME:
+        if Path(file).name != file or not 0 < len(file.encode(errors="replace")) <= MOST_NAME:
             raise fields.error(name, "the name of a file in the same folder")
     return files
 

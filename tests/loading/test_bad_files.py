@@ -99,6 +99,7 @@ BAD = [
     (INDEX, '{"weight_map": {"a": 1}}', "weight_map.a is 1: must be a text"),
     (INDEX, '{"weight_map": {"a": "/etc/a"}}', 'weight_map.a is "/etc/a": must be the name of a f'),
     (INDEX, f'{{"weight_map": {{"a": "{"x" * 300}"}}}}', "weight_map.a is "),
+    (INDEX, '{"weight_map": {"a": ""}}', 'weight_map.a is "": must be the name of a file'),
     (GENERATION, '{"eos_token_id": "x"}', 'eos_token_id is "x": must be a token id or a list of'),
     (GENERATION, '{"eos_token_id": [1, null]}', "eos_token_id is [1, null]: must"),
 ]
