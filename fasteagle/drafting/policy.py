@@ -197,6 +197,8 @@ class Policy:
 
     def row_ms(self, rows: float, more: int) -> float:
         """Return milliseconds per row of `more` rows in a pass that has `rows` without them."""
+        if rows + more > (most := max(self.costs.passes)):  # see `pass_ms`
+            return self._passes.at(most) / most
         return max(0.0, self._passes.at(rows + more) - self._passes.at(rows)) / more
 
     def pass_ms(self, rows: int) -> float:

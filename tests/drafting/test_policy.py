@@ -370,3 +370,9 @@ def test_its_line_says_what_is_measured():
     line = policy.explain()
     assert "chain of 1 to 8" in line and "a row" in line and "used chain of 1 to 8" in line
     assert name(FusedShape(0, 1, 7, 7)) == "0/1/7/7" and name(None) == "plain"
+
+
+@pytest.mark.parametrize("rows", [30, 32, 72])
+def test_rows_over_the_largest_timed_pass_cost_time(rows):
+    """They are those of a further pass, not free."""
+    assert policy_of(SLOW).row_ms(rows, 4) == pytest.approx(SLOW.passes[32] / 32)
