@@ -67,53 +67,68 @@ class Speed:
         return (self._n + self._accepted.mean(factor)) / self._ms.mean() if self.is_known else 0.0
 
 
+class Sharing:
+    """Passes of `n` sequences: their speeds, and what follows from them for the next ones.
+
+    `distance` is the one between blocks of plain passes where the last number was in use.
+    """
+
+    def __init__(self, n: int, policy: Policy, distance: int = FIRST_DISTANCE) -> None:
+        self.n = n
+        self.speeds: dict[AnyShape | None, Speed] = {}
+        self.gain: Average | None = None  # tokens of the draft head's chain over their worth
+        self.pauses = Pauses()  # of the draft head
+        # A text that begins to copy would not be noticed in a rest from all drafting.
+        self.rests = Pauses(longest=LONGEST_REST if policy.looks_up else LONGEST_PAUSE)
+        # Plain passes left of a block that times them; it comes first where sizes are compared.
+        self.block = 0 if policy.is_gated else BLOCK
+        self.until_block = FIRST_DISTANCE if policy.is_gated else distance  # drafted passes
+        self.distance = distance
+        self.in_a_row = 0  # plain passes
+        self.size: AnyShape | None = None  # in use; None before the first decision
+        self.since = 0  # drafted passes since the last decision
+
+
 class Company:
     """Policy that the drafters of all sequences in a batch share; `end_pass` ends each pass.
 
     `policy` is that of a sequence alone, with its measured costs; None: they are not known yet, and
     only plain decoding is safe. The draft head of gated chains pauses while they have brought less
-    than their time.
+    than their time. What other numbers of sequences have shown does not count.
     """
 
     def __init__(self) -> None:
         self.policy: Policy | None = None
         self.drafts_together = False  # whether a run of the draft head serves all sequences
-        self._levels: Levels  # a sequence's share of their time, while there is a policy
+        # While there is a policy: a sequence's share of their time, passes of each number of
+        # sequences, and those of the last pass (of 0 before the first one).
+        self._levels: Levels
+        self._all: dict[int, Sharing] = {}
+        self._now: Sharing
         self.thresholds, self.lookup_threshold = Thresholds(), Thresholds().verify[0]
         self.head_gain: float | None = None
-        self._pauses = Pauses()  # of the draft head
-        self._rests = Pauses()  # of all drafting
-        self._block = 0  # plain passes left of a block that times them
-        self._until_block = self._distance = FIRST_DISTANCE  # drafted passes
-        self._gain: Average | None = None  # tokens of the draft head's chain over their worth
         self._speed = self._row_ms = 0.0
         self._accepted = 0  # tokens of the pass that is under way
         self._shapes: Counter[AnyShape | None] = Counter()  # of its sequences
-        self._in_a_row = 0  # plain passes
-        self._speeds: dict[tuple[int, AnyShape | None], Speed] = {}  # by number of sequences
         self._width = Average(1.0)  # rows of one sequence
-        self._size: AnyShape | None = None  # in use; None before the first decision
         self._factor = Average(1.0)  # accepted tokens over the expected ones
-        self._since = 0  # drafted passes since the last decision
 
     def follow(self, policy: Policy | None) -> None:
         """Decide by the costs of `policy` from now on."""
         if policy is not None and policy is not self.policy:
             self._levels = Levels(policy.costs)
-            self._speeds.clear()
-            # A text that begins to copy would not be noticed in a rest.
-            self._rests = Pauses(longest=LONGEST_REST if policy.looks_up else LONGEST_PAUSE)
-            # Sizes are compared with plain passes, which are timed first.
-            self._size, self._block = None, 0 if policy.is_gated else BLOCK
+            self._all.clear()
+            self._now = Sharing(0, policy)
+            self.head_gain = None
         self.policy = policy
 
     @property
     def next_shape(self) -> AnyShape | None:
         """Shape of the next tree of a sequence; None for a plain row."""
-        if self.policy is None or self._block or self._rests.left:
+        if self.policy is None or self._now.block or self._now.rests.left:
             return None
         if not self.policy.is_gated:
-            return self._size
+            return self._now.size
         drafts = self.policy.looks_up or self.head_gain is not None
         return self.policy.shapes[0] if drafts else None
 
@@ -131,10 +146,10 @@ class Company:
         if outcome.promised:
             self.policy.honesty.learn(outcome.promised, outcome.accepted)
         self._levels.learn(outcome)
-        if self._gain is not None:
+        if self._now.gain is not None:
             ms = outcome.draft_ms + outcome.drafted * self._row_ms
-            self._gain.add(outcome.accepted - ms * self._speed)
-        self._pauses.count()
+            self._now.gain.add(outcome.accepted - ms * self._speed)
+        self._now.pauses.count()
 
     def end_pass(self, ms: float) -> None:
         """Observe that a pass, with all around it, took `ms`; set the prices of the next one."""
@@ -143,24 +158,27 @@ class Company:
         n = shapes.total()
         if n < 2 or self.policy is None:
             return
+        if n not in self._all:
+            self._all[n] = Sharing(n, self.policy, self._now.distance)
+        own = self._now = self._all[n]
         drafted = shapes[None] < n
-        self._in_a_row = 0 if drafted else self._in_a_row + 1
-        if len(shapes) == 1 and (drafted or self._in_a_row > WARM):
-            self._kind(n, next(iter(shapes))).add(accepted, ms)
+        own.in_a_row = 0 if drafted else own.in_a_row + 1
+        if len(shapes) == 1 and (drafted or own.in_a_row > WARM):
+            self._kind(self.policy, own, next(iter(shapes))).add(accepted, ms)
         if self.policy.is_gated:
-            self._set_prices(self.policy, n)
-        self._rest_or_draft(self.policy, n, drafted)
+            self._set_prices(self.policy, own)
+        self._rest_or_draft(self.policy, own, drafted)
 
-    def _kind(self, n: int, shape: AnyShape | None) -> Speed:
-        """Return the passes of `n` sequences, all with trees of `shape` or all without."""
-        if (n, shape) not in self._speeds:
-            policy, speed = self.policy, Speed(n)
-            if shape is not None and policy is not None and not policy.is_gated:
+    def _kind(self, policy: Policy, own: Sharing, shape: AnyShape | None) -> Speed:
+        """Return the passes with trees of `shape`, or those of None without."""
+        if shape not in own.speeds:
+            n, speed = own.n, Speed(own.n)
+            if shape is not None and not policy.is_gated:
                 ms = self._draft_ms(policy, n, shape) + n * policy.costs.other
                 ms += policy.pass_ms(n * shape.rows)
                 speed = Speed(n, n * policy.accepted(shape), ms)
-            self._speeds[n, shape] = speed
-        return self._speeds[n, shape]
+            own.speeds[shape] = speed
+        return own.speeds[shape]
 
     def _draft_ms(self, policy: Policy, n: int, shape: AnyShape) -> float:
         """Return the time that drafting is expected to take, before it was observed."""
@@ -170,56 +188,57 @@ class Company:
         # A run over the rows of all costs more than one of a sequence as passes of the target do.
         return ms * policy.pass_ms(n * shape.topk) / policy.pass_ms(shape.topk)
 
-    def _speed_of(self, n: int, shape: AnyShape | None) -> float:
-        return self._kind(n, shape).mean(self._factor.mean())
+    def _speed_of(self, policy: Policy, own: Sharing, shape: AnyShape | None) -> float:
+        return self._kind(policy, own, shape).mean(self._factor.mean())
 
-    def _rest_or_draft(self, policy: Policy, n: int, drafted: bool) -> None:
+    def _rest_or_draft(self, policy: Policy, own: Sharing, drafted: bool) -> None:
         """Begin or end a rest from drafting, or a block of plain passes."""
-        if self._rests.left:
-            if self._rests.wait():
-                for (_, shape), speed in self._speeds.items():
+        if own.rests.left:
+            if own.rests.wait():
+                for shape, speed in own.speeds.items():
                     if shape is not None:
                         speed.forget()
-        elif self._block:
-            self._block -= 1
+        elif own.block:
+            own.block -= not drafted  # what is drafted was begun among other sequences
         elif drafted:
-            self._rests.count()
-            self._until_block -= 1
-            if self._until_block <= 0:
-                self._distance = min(4 * self._distance, LONGEST_DISTANCE)
-                self._until_block, self._block = self._distance, BLOCK
+            own.rests.count()
+            own.until_block -= 1
+            if own.until_block <= 0:
+                own.distance = min(4 * own.distance, LONGEST_DISTANCE)
+                own.until_block, own.block = own.distance, BLOCK
                 return
-        self._choose_size(policy, n, drafted)
-        plain = self._speed_of(n, None)
-        tries = not drafted or self._rests.probing
-        if not tries and plain and self._speed_of(n, self._size) < plain:
-            self._rests.begin()
-
-    def _choose_size(self, policy: Policy, n: int, drafted: bool) -> None:
-        """Take the size with the most tokens per ms, now and then; gated chains are one size."""
-        self._since += drafted
-        if self._size is not None and self._since < EVERY:
+        self._choose_size(policy, own, drafted)
+        if not drafted or own.block or own.rests.probing:
             return
-        self._since = 0
-        speeds = {shape: self._speed_of(n, shape) for shape in policy.shapes}
-        best = max(speeds, key=speeds.__getitem__)
-        if self._size is None or speeds[best] > MARGIN * speeds[self._size]:
-            self._size = best
+        if self._speed_of(policy, own, own.size) < self._speed_of(policy, own, None):
+            own.rests.begin()
 
-    def _set_prices(self, policy: Policy, n: int) -> None:
-        self._speed = max(self._speed_of(n, shape) for shape in (None, policy.shapes[0]))
+    def _choose_size(self, policy: Policy, own: Sharing, drafted: bool) -> None:
+        """Take the size with the most tokens per ms, now and then; gated chains are one size."""
+        own.since += drafted
+        if own.size is not None and own.since < EVERY:
+            return
+        own.since = 0
+        speeds = {shape: self._speed_of(policy, own, shape) for shape in policy.shapes}
+        best = max(speeds, key=speeds.__getitem__)
+        if own.size is None or speeds[best] > MARGIN * speeds[own.size]:
+            own.size = best
+
+    def _set_prices(self, policy: Policy, own: Sharing) -> None:
+        self.head_gain = None
+        self._speed = max(self._speed_of(policy, own, shape) for shape in (None, policy.shapes[0]))
         if not self._speed:
             return
-        self._row_ms = policy.row_ms(n * self._width.mean(), ROWS_AHEAD)
+        self._row_ms = policy.row_ms(own.n * self._width.mean(), ROWS_AHEAD)
         row, level = self._row_ms * self._speed, self._levels.ms * self._speed
         self.thresholds = Thresholds.at(row, level, policy.honesty)
         self.lookup_threshold = between(row)
-        if self._gain is None:
+        if own.gain is None:
             usual = policy.accepted(policy.shapes[0])
-            self._gain = Average(usual - USUAL_CHAIN * (row + level))
-        if self._pauses.left:
-            if self._pauses.wait():
-                self._gain.fade(FORGOTTEN)
-        elif not self._pauses.probing and self._gain.mean() <= 0:
-            self._pauses.begin()
-        self.head_gain = None if self._pauses.left else max(0.0, self._gain.mean())
+            own.gain = Average(usual - USUAL_CHAIN * (row + level))
+        if own.pauses.left:
+            if own.pauses.wait():
+                own.gain.fade(FORGOTTEN)
+        elif not own.pauses.probing and own.gain.mean() <= 0:
+            own.pauses.begin()
+        self.head_gain = None if own.pauses.left else max(0.0, own.gain.mean())

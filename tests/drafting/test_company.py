@@ -46,7 +46,7 @@ def test_what_no_row_costs_counts_as_well():
     machine = Machine(QUIET, 0.2)
     machine.run_together(company, 8, 2000, looking_ms=0.1)
     assert machine.run_together(company, 8, 4000, looking_ms=0.1) > 0.94  # 0.02 are interruptions
-    company._rests.left = 0
+    company._now.rests.left = 0
     while company.next_shape is None:  # it tries again
         machine.run_together(company, 8, 8)
 
@@ -118,9 +118,24 @@ def test_drafting_comes_back_within_a_few_passes_after_a_rest():
         company = Company()
         company.follow(policy_of(CARD, *SIZES))
         Machine(CARD, 0.02, seed).run_together(company, 4, 4000)
-        company._rests.left = min(company._rests.left, 1)
+        company._now.rests.left = min(company._now.rests.left, 1)
         gains.append(Machine(CARD, 0.9, seed).run_together(company, 4, 800))
     assert sorted(gains)[1] > 1.2
+
+
+@pytest.mark.parametrize(
+    ("true", "p", "before", "n", "least"),
+    [(CARD, 0.3, 2, 8, 0.93), (SLOW, 0.9, 2, 8, 0.97), (SLOW, 0.7, 8, 2, 1.1)],
+)
+def test_what_other_numbers_of_sequences_have_shown_does_not_count(true, p, before, n, least):
+    """Neither their time between blocks of plain passes nor their pauses."""
+    gains = []
+    for seed in range(5):
+        company = Company()
+        company.follow(policy_of(true, *(SIZES if true is CARD else ())))
+        Machine(true, p, seed).run_together(company, before, 6000)
+        gains.append(Machine(true, p, seed + 10).run_together(company, n, 150 * n))
+    assert sorted(gains)[2] > least
 
 
 def test_times_of_other_code_are_forgotten():
@@ -129,7 +144,11 @@ def test_times_of_other_code_are_forgotten():
     company = Company()
     company.follow(policy_of(slow, *SIZES))
     Machine(slow, 0.8).run_together(company, 4, 4000)
-    before = company._speed_of(4, None)
+    before = plain_speed(company)
     company.follow(policy_of(CARD, *SIZES))
     Machine(CARD, 0.8).run_together(company, 4, 60)
-    assert company._speed_of(4, None) > 3 * before
+    assert plain_speed(company) > 3 * before
+
+
+def plain_speed(company: Company) -> float:
+    return company._now.speeds[None].mean()
