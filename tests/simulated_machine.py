@@ -98,16 +98,19 @@ class Machine:
         ms = draft + verify + self.true.other
         return Outcome(self.accepted(n), 0, n, True, paths, ms, draft, verify)
 
-    def run_together(self, company: Company, n: int, tokens: int, looking_ms: float = 0.0) -> float:
+    def run_together(
+        self, company: Company, n: int, tokens: int, looking_ms: float = 0.0, n_plain: int = 0
+    ) -> float:
         """Decode so many tokens of `n` sequences; return tokens per ms over plain decoding's.
 
-        Looking up, which finds nothing, takes `looking_ms` for each that may draft.
+        Looking up, which finds nothing, takes `looking_ms` for each that may draft. The first
+        `n_plain` sequences may not.
         """
         written, spent, drafted = 0, 0.0, 0
         while written < tokens:
             rows, ms = n, self.true.other + self.shared_draft(company, n)
-            for _ in range(n):
-                outcome, shape = Outcome(), company.next_shape
+            for i in range(n):
+                outcome, shape = Outcome(), None if i < n_plain else company.next_shape
                 ms += looking_ms if shape is not None else 0.0
                 if shape is not None and not isinstance(shape, GatedChain):
                     own = 0.0 if company.drafts_together else self.noisy(self.true.draft(shape))

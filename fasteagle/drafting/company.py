@@ -156,15 +156,17 @@ class Company:
         shapes, accepted = self._shapes, self._accepted
         self._shapes, self._accepted = Counter(), 0
         n = shapes.total()
-        if n < 2 or self.policy is None:
+        if not n or self.policy is None:
             return
         if n not in self._all:
             self._all[n] = Sharing(n, self.policy, self._now.distance)
         own = self._now = self._all[n]
-        drafted = shapes[None] < n
+        # Where some sequences may not draft, a pass is one of those that do.
+        kinds = list(shapes.keys() - {None}) or [None]
+        drafted = kinds != [None]
         own.in_a_row = 0 if drafted else own.in_a_row + 1
-        if len(shapes) == 1 and (drafted or own.in_a_row > WARM):
-            self._kind(self.policy, own, next(iter(shapes))).add(accepted, ms)
+        if len(kinds) == 1 and (drafted or own.in_a_row > WARM):
+            self._kind(self.policy, own, kinds[0]).add(accepted, ms)
         if self.policy.is_gated:
             self._set_prices(self.policy, own)
         self._rest_or_draft(self.policy, own, drafted)
@@ -210,7 +212,7 @@ class Company:
         self._choose_size(policy, own, drafted)
         if not drafted or own.block or own.rests.probing:
             return
-        if self._speed_of(policy, own, own.size) < self._speed_of(policy, own, None):
+        if 0 < self._speed_of(policy, own, own.size) < self._speed_of(policy, own, None):
             own.rests.begin()
 
     def _choose_size(self, policy: Policy, own: Sharing, drafted: bool) -> None:

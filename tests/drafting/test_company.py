@@ -138,6 +138,24 @@ def test_what_other_numbers_of_sequences_have_shown_does_not_count(true, p, befo
     assert sorted(gains)[2] > least
 
 
+@pytest.mark.parametrize(("true", "sizes"), [(SLOW, ()), (CARD, SIZES)])
+def test_a_sequence_that_decodes_while_others_stand_still(true, sizes):
+    company = Company()
+    company.follow(policy_of(true, *sizes))
+    assert Machine(true, 0.95).run_together(company, 1, 2000) > 2
+    assert Machine(true, 0.0).run_together(company, 1, 2000) > 0.94  # else 0.9
+
+
+def test_where_a_sequence_may_not_draft_the_others_do():
+    gains = []
+    for seed in range(3):
+        company = Company()
+        company.follow(policy_of(SLOW))
+        Machine(SLOW, 0.9, seed).run_together(company, 2, 600, n_plain=1)
+        gains.append(Machine(SLOW, 0.9, seed).run_together(company, 2, 2000, n_plain=1))
+    assert sorted(gains)[1] > 1.3
+
+
 def test_times_of_other_code_are_forgotten():
     """Passes become faster where compiled code replaces other code, and costs are measured anew."""
     slow = dataclasses.replace(CARD, passes={T: 4 * ms for T, ms in CARD.passes.items()})
