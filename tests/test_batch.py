@@ -261,6 +261,19 @@ def test_the_time_between_two_steps_is_not_that_of_a_cycle(monkeypatch):
     assert min(ms) < 150
 
 
+def test_the_time_of_a_shared_pass_is_not_that_of_the_answer_that_remains(native, tmp_path):
+    engine, _ = native[8]
+    engine.use(fused(engine, tmp_path))
+    several, seen, learn = Batch(engine, 2), [], engine.drafter.policy.learn
+    engine.drafter.policy.learn = lambda *cycle: (seen.append(cycle[1]), learn(*cycle))
+    begin(several, 0, ([9, 10], SamplingParams(), 6))
+    begin(several, 1, ([9, 11], SamplingParams(), 20))
+    while several.running:
+        several.step()
+    shared = [outcome.ms for outcome in seen if outcome.verify_ms is None]
+    assert shared == [None] and len(seen) > 1
+
+
 def test_caches_grow_with_the_longest_text():
     config = tiny_config(max_seq_len=512)
     engine = Engine(random_target(config), 512)

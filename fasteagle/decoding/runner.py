@@ -201,13 +201,14 @@ class Runner:
             failure, self._failure = self._failure, None
             raise failure
         *tokens, by_lookup, drafted = self.state.result.tolist()
+        begin, drafted_at, *verified_at = self._laps
+        alone = bool(verified_at)  # else others shared the pass
         if not self._on_cpu:
-            return Done(tokens, by_lookup, drafted, None, None)
-        begin, drafted_at, *verified_at = self._laps  # no synchronization is needed on a CPU
-        verify = verified_at[0] - drafted_at if verified_at else None  # None: others shared it
-        proposal = self._proposal
-        seconds = drafted_at - begin, verify
-        return Done(tokens, by_lookup, drafted, *seconds, proposal.extended, proposal.promised)
+            return Done(tokens, by_lookup, drafted, None, None, alone=alone)
+        verify = verified_at[0] - drafted_at if alone else None  # a CPU needs no synchronization
+        seconds, proposal = (drafted_at - begin, verify), self._proposal
+        drafts = proposal.extended, proposal.promised
+        return Done(tokens, by_lookup, drafted, *seconds, *drafts, alone)
 
     def drop(self) -> None:
         """Drop cycles that were launched and will not be read."""
