@@ -17,6 +17,7 @@ import fasteagle
 from fasteagle import FasteagleError
 from fasteagle.batch import Batch, NoRoomError
 from fasteagle.compile.costs import USUAL, store_costs
+from fasteagle.decoding import context
 from fasteagle.decoding.runner import Backend, Runner
 from fasteagle.decoding.stats import Stats
 from fasteagle.drafting.ngram import NgramDrafter
@@ -206,6 +207,35 @@ def test_an_answer_beside_an_open_stream(llm):
     for one in (stream, *more):
         one.close()
     assert llm.chat("hello", max_new_tokens=30).tokens == expected
+
+
+def test_another_stream_is_read_while_a_long_prompt_is_computed(llm, monkeypatch):
+    """Chunks that are there need no turn, and a turn is one pass."""
+    monkeypatch.setattr(context, "PREFILL_CHUNK", 8)
+    step, read, stepping, then = Batch.step, [], threading.Event(), []
+    other = llm.generate([5, 6, 7], stream=True, max_new_tokens=60)
+    long = llm.generate(list(range(8, 50)) * 4, stream=True, max_new_tokens=1)
+    next(other)
+
+    def slow(own, paused=()):
+        stepping.set()
+        time.sleep(0.02)
+        return step(own, paused)
+
+    def answer_long():
+        next(long)
+        then.append(len(read))
+
+    monkeypatch.setattr(Batch, "step", slow)
+    readers = answer_long, lambda: [read.append(chunk) for chunk in other]
+    threads = [threading.Thread(target=reader) for reader in readers]
+    threads[0].start()
+    assert stepping.wait(20)
+    threads[1].start()
+    for thread in threads:
+        thread.join(60)
+    long.close()
+    assert then[0] > 5
 
 
 def test_the_garbage_collector_closes_a_stream_within_a_pass(llm, monkeypatch):

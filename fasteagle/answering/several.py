@@ -46,7 +46,7 @@ class Answers:
         self._batch: Batch[Hashable, Chunk] = Batch(engine, size)
         self._decoder, self._prefix_cache, self._texts = decoder, prefix_cache, texts
         self._hold, self._held = hold, ExitStack()
-        self._lock = threading.Lock()
+        self._lock, self._next = threading.Lock(), threading.Lock()
         self._unread: dict[Hashable, deque[Event]] = {}  # of streams
         self._shut: deque[Hashable] = deque()  # streams that are not read any more
 
@@ -190,9 +190,10 @@ class Answers:
     def _read(self, key: Hashable) -> Generator[Chunk]:
         unread = self._unread[key]
         while True:
-            with self._turn():
-                while not unread:
-                    self._step_streams(key)
+            while not unread:
+                with self._turn():
+                    if not unread:  # the turn before may have been another reader's
+                        self._step_streams(key)
             event = unread.popleft()
             if event is None:
                 return
@@ -210,9 +211,14 @@ class Answers:
 
     @contextlib.contextmanager
     def _turn(self) -> Generator[None]:
-        """Let one thread at a time change what is under way, without streams that were closed."""
+        """Let one thread at a time change what is under way, without streams that were closed.
+
+        Who is next holds `_next`: else one thread could take turn after turn.
+        """
         try:
-            with self._lock:
+            with ExitStack() as turn:
+                with self._next:
+                    turn.enter_context(self._lock)
                 self._end_shut()
                 yield
         finally:
