@@ -1,9 +1,8 @@
 """Layers for multi-token prediction (MTP) in a model's own files, read as draft heads.
 
 Files are folders of MiMo and Ernie-4.5, GGUF files with `nextn` tensors, and our own folders made
-of either. Such a layer was
-trained with the model to predict one token more; as a draft head it reads its own output for each
-further one. Of several layers the first is read.
+of either. Such a layer was trained with the model to predict one token more; as a draft head it
+reads its own output for each further one. Of several layers the first is read.
 """
 
 from __future__ import annotations
