@@ -32,7 +32,6 @@ def _turned_rows(
     E_PAD: tl.constexpr,
     BIASED: tl.constexpr,
     TURNED: tl.constexpr,
-    UNROLL: tl.constexpr,
 ):
     """Return the sum of the parts of queries, keys or values in fp32 [BLOCK, E], after RoPE.
 
@@ -46,6 +45,8 @@ def _turned_rows(
     across = tl.max_contiguous(tl.multiple_of(across, RUN), RUN)
     own = tl.zeros((row.shape[0], E_PAD), tl.float32)
     other = tl.zeros((row.shape[0], E_PAD), tl.float32)
+    # Two parts are loaded at once where registers suffice.
+    UNROLL: tl.constexpr = 2 if row.shape[0] <= 16 else 1
     for part in tl.range(0, n_parts, num_stages=1, loop_unroll_factor=UNROLL):
         at = sums_ptr + (part * T + row[:, None]) * Np + column[:, None]
         own += tl.load(at + e[None, :], mask=mask, other=0.0)
@@ -127,7 +128,6 @@ def prefix_kernel(
     ROPE: tl.constexpr,
     BIASED: tl.constexpr,
     SHARED: tl.constexpr,
-    UNROLL: tl.constexpr,
 ):
     """Compute the state of a block of query rows after the full committed blocks of one split.
 
@@ -173,7 +173,7 @@ def prefix_kernel(
             column = (head * group + member) * E
             q = _turned_rows(
                 sums_ptr, bias_ptr, cos_ptr, sin_ptr, tree_row, column, real, T, Np,
-                n_parts, E, E_PAD, BIASED, True, UNROLL,
+                n_parts, E, E_PAD, BIASED, True,
             )  # fmt: skip
             q_at = q_ptr + (head * R + row)[:, None] * E + e[None, :]
             tl.store(q_at, q.to(q_ptr.dtype.element_ty), mask=inside)
@@ -182,13 +182,13 @@ def prefix_kernel(
             slot = tl.load(slots_ptr + new_row, mask=is_new, other=0)
             k = _turned_rows(
                 sums_ptr, bias_ptr, cos_ptr, sin_ptr, new_row, column, is_new, T, Np,
-                n_parts, E, E_PAD, BIASED, True, UNROLL,
+                n_parts, E, E_PAD, BIASED, True,
             )  # fmt: skip
             k_at = k_head + slot * stride_ks
             write_rows(k_at, e, is_new, k, q_ptr.dtype.element_ty, E, INT8)
             v = _turned_rows(
                 sums_ptr, bias_ptr, cos_ptr, sin_ptr, new_row, column + heads * E, is_new, T, Np,
-                n_parts, E, E_PAD, BIASED, False, UNROLL,
+                n_parts, E, E_PAD, BIASED, False,
             )  # fmt: skip
             v_at = v_head + slot * stride_vs
             write_rows(v_at, e, is_new, v, q_ptr.dtype.element_ty, E, INT8)
@@ -205,7 +205,7 @@ def prefix_kernel(
         column = (head * group + member) * E
         q = _turned_rows(
             sums_ptr, bias_ptr, cos_ptr, sin_ptr, tree_row, column, real, T, Np,
-            n_parts, E, E_PAD, BIASED, True, UNROLL,
+            n_parts, E, E_PAD, BIASED, True,
         )  # fmt: skip
         q = q.to(q_ptr.dtype.element_ty)
     else:

@@ -239,8 +239,7 @@ def score_kernel(
     r = tl.program_id(1) * SCORES + tl.arange(0, SCORES)
     real = (r < R)[:, None] & (n < D)[None, :]
     weights = tl.load(router_ptr + r[:, None] * D + n[None, :], mask=real, other=0.0)
-    scores = tl.sum(weights * y[None, :], 1)
-    tl.store(scores_ptr + row * R + r, scores, mask=r < R)
+    tl.store(scores_ptr + row * R + r, tl.sum(weights * y[None, :], 1), mask=r < R)
 
 
 @triton.jit(do_not_specialize=["M", "P"])

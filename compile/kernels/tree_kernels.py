@@ -108,8 +108,7 @@ def prefix_constants(
 ) -> dict[str, object]:
     """Return the compile-time constants of `prefix_kernel`."""
     rows = {"BLOCK_M": row_block(n_rows), "STAGES": 2, "ROPE": rope, "BIASED": biased}
-    # Parts of two are loaded at once where registers suffice.
-    rows |= {"SHARED": shared, "UNROLL": 2 if n_rows <= ROW_BLOCKS[0] else 1}
+    rows |= {"SHARED": shared}
     return common_constants(E, window, int8) | rows
 
 
