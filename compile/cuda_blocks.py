@@ -14,6 +14,8 @@ Shapes: T rows, D model dim, E head dim, G KV heads, S cache slots.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,15 +23,7 @@ import torch
 from torch import Tensor
 
 from fasteagle.compile.cuda_prompts import feed_forward, place
-from fasteagle.compile.cuda_tensors import (
-    N_NUMBERS,
-    N_TENSORS,
-    BlockTensors,
-    PackedBlock,
-    formats_of,
-    packed,
-    tensors_of,
-)
+from fasteagle.compile.cuda_tensors import BlockWeights, weights_of
 from fasteagle.compile.fixed_norm import apply_norm
 from fasteagle.compile.tree_attention import OPS
 from fasteagle.device import on_device_of
@@ -67,11 +61,10 @@ class Rows(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Settings that all blocks of a model share, and the window of its attention."""
+    """Settings that all blocks of a model share."""
 
     eps: float
     accumulate: str  # dtype of the sum within a group
-    window: int  # 0: none
     top_k: int  # experts of a row; 0: no block has experts
     renormalizes: bool  # whether the weights of a row's experts are a softmax of their own
     weight_scale: float  # factor of these weights
@@ -108,19 +101,26 @@ def obstacle(block: Block) -> str | None:
     return None
 
 
+_NUMBERS = itertools.count()
+_LIVING: weakref.WeakValueDictionary[int, FusedBlocks] = weakref.WeakValueDictionary()
+
+
 class FusedBlocks:
-    """Weights of blocks for the kernels: tensors of each and their formats, in two lists."""
+    """Weights of blocks for the kernels, which operators find by `number`.
+
+    As arguments they would be hundreds of inputs of a compiled pass: 20 seconds of tracing at 7B.
+    """
 
     def __init__(self, blocks: Sequence[Block], masked: Ops = OPS) -> None:
         """Collect the weights of `blocks`; the core runs prompts, by ops `masked` and kernels."""
         assert all(fits(block) for block in blocks), "see fits"
         self._blocks, self._masked = blocks, masked._replace(norm=apply_norm, place=place)
-        self._tensors = [tensor for block in blocks for tensor in tensors_of(block)]
-        self._formats = [number for block in blocks for number in formats_of(block)]
+        self.weights = [weights_of(block) for block in blocks]
         self._index = {id(block): i for i, block in enumerate(blocks)}
-        self._eps = blocks[0].mlp_norm.eps
-        self.accumulate = blocks[0].attention.qkv.accumulate
-        self._routing = _routing(blocks)
+        eps, accumulate = blocks[0].mlp_norm.eps, blocks[0].attention.qkv.accumulate
+        self.settings = Settings(eps, accumulate, *_routing(blocks))
+        self.number = next(_NUMBERS)
+        _LIVING[self.number] = self
 
     def run(
         self,
@@ -137,18 +137,11 @@ class FusedBlocks:
         if isinstance(view, Tensor | PromptView) or x.shape[0] > MAX_ROWS:
             return self._run_many(blocks, layers, x, cos, sin, slots, view, entry)
         first = self._index[id(blocks[0])]
-        last = first + len(blocks)
         rows = [cos, sin, slots, view.seq_len, view.paths, view.depths]
-        tensors = self._tensors[N_TENSORS * first : N_TENSORS * last]
-        formats = self._formats[N_NUMBERS * first : N_NUMBERS * last]
-        settings = self._eps, self.accumulate, view.window or 0, *self._routing
         caches = [cache for layer in layers for cache in layer]
-        if not isinstance(caches[0], Tensor):  # an operator takes nothing but tensors
-            with torch.cuda.device_of(x):
-                return launch_blocks(
-                    x, entry, Rows(*rows), caches, tensors, formats, Settings(*settings)
-                )
-        return fused_blocks(x, entry, rows, caches, tensors, formats, *settings)
+        # An operator takes nothing but tensors.
+        launch = fused_blocks if isinstance(caches[0], Tensor) else launch_blocks
+        return launch(x, entry, rows, caches, self.number, first, view.window or 0)
 
     def _run_many(
         self,
@@ -168,15 +161,7 @@ class FusedBlocks:
             if not isinstance(block.mlp, MoE):
                 x = x + feed_forward(block, x)
                 continue
-            i = self._index[id(block)]
-            x = expert_layer(
-                x,
-                self._tensors[N_TENSORS * i : N_TENSORS * (i + 1)],
-                self._formats[N_NUMBERS * i : N_NUMBERS * (i + 1)],
-                self._eps,
-                self.accumulate,
-                *self._routing,
-            )
+            x = expert_layer(x, self.number, self._index[id(block)])
         return x
 
     def run_alone(
@@ -215,23 +200,18 @@ def fused_blocks(
     entry: Tensor | None,
     rows: Sequence[Tensor],
     caches: Sequence[Tensor],
-    tensors: Sequence[Tensor],
-    formats: Sequence[int],
-    eps: float,
-    accumulate: str,
+    blocks: int,
+    first: int,
     window: int,
-    top_k: int,
-    renormalizes: bool,
-    weight_scale: float,
 ) -> Tensor:
     """Run blocks over the `Rows` of a tree, fp32 x [T, D]; see `FusedBlocks.run`.
 
-    `entry`, in fp16, is what the attention of the first block reads instead of its normed input. A
-    row's bits depend on the keys that it sees and on itself alone, not on the other rows.
+    `blocks` is the number of a `FusedBlocks`, of which as many as there are pairs of `caches` run,
+    from `first` on. `entry`, in fp16, is what the attention of the first block reads instead of its
+    normed input. A row's bits depend on the keys that it sees and on itself alone, not on the other
+    rows.
     """
-    settings = Settings(eps, accumulate, window, top_k, renormalizes, weight_scale)
-    with on_device_of(x):
-        return launch_blocks(x, entry, Rows(*rows), caches, tensors, formats, settings)
+    return launch_blocks(x, entry, rows, caches, blocks, first, window)
 
 
 @fused_blocks.register_fake
@@ -240,20 +220,12 @@ def _fake(x: Tensor, *rest: object) -> Tensor:
 
 
 @torch.library.custom_op("fasteagle::expert_layer", mutates_args=(), device_types="cuda")
-def expert_layer(
-    x: Tensor,
-    tensors: Sequence[Tensor],
-    formats: Sequence[int],
-    eps: float,
-    accumulate: str,
-    top_k: int,
-    renormalizes: bool,
-    weight_scale: float,
-) -> Tensor:
-    """Return fp32 x [T, D] plus the results of a block's norm and experts, for any T."""
-    settings = Settings(eps, accumulate, 0, top_k, renormalizes, weight_scale)
-    with on_device_of(x):
-        return launch_experts(x, tensors, formats, settings)
+def expert_layer(x: Tensor, blocks: int, index: int) -> Tensor:
+    """Return fp32 x [T, D] plus the results of a block's norm and experts, for any T.
+
+    The block is at place `index` of the `FusedBlocks` with the number `blocks`.
+    """
+    return launch_experts(x, blocks, index)
 
 
 @expert_layer.register_fake
@@ -261,86 +233,97 @@ def _fake_layer(x: Tensor, *rest: object) -> Tensor:
     return torch.empty_like(x)
 
 
-def launch_experts(
-    x: Tensor, tensors: Sequence[Tensor], formats: Sequence[int], settings: Settings
-) -> Tensor:
+def launch_experts(x: Tensor, blocks: int, index: int) -> Tensor:
     """Launch the kernels of `expert_layer`, for as many rows at a time as they take."""
     from fasteagle.compile.kernels.block_kernels import add
 
-    own = BlockTensors(*tensors)
-    weights = packed(own, formats)
-    chunks = [run_experts(rows, None, own, weights, settings) for rows in x.split(MAX_ROWS)]
-    return torch.cat([add(*chunk) for chunk in chunks])
+    own = _LIVING[blocks]
+    with on_device_of(x):
+        chunks = [
+            run_experts(rows, None, own.weights[index], own.settings) for rows in x.split(MAX_ROWS)
+        ]
+        return torch.cat([add(*chunk) for chunk in chunks])
 
 
 def launch_blocks(
     x: Tensor,
     entry: Tensor | None,
-    rows: Rows,
+    rows: Sequence[Tensor],
     caches: Sequence[Cache],
-    tensors: Sequence[Tensor],
-    formats: Sequence[int],
-    settings: Settings,
+    blocks: int,
+    first: int,
+    window: int,
 ) -> Tensor:
     """Launch the kernels of `fused_blocks`, over caches of one sequence or of several."""
+    with on_device_of(x):
+        return _launch_blocks(x, entry, Rows(*rows), caches, _LIVING[blocks], first, window)
+
+
+def _launch_blocks(
+    x: Tensor,
+    entry: Tensor | None,
+    rows: Rows,
+    caches: Sequence[Cache],
+    blocks: FusedBlocks,
+    first: int,
+    window: int,
+) -> Tensor:
     from fasteagle.compile.kernels.block_kernels import add, add_norm  # Triton exists with CUDA
 
-    eps, parts, half = settings.eps, None, torch.float16
-    for i in range(len(tensors) // N_TENSORS):
-        own = BlockTensors(*tensors[N_TENSORS * i : N_TENSORS * (i + 1)])
-        weights = packed(own, formats[N_NUMBERS * i : N_NUMBERS * (i + 1)])
+    settings, parts, half = blocks.settings, None, torch.float16
+    for i, weights in enumerate(blocks.weights[first : first + len(caches) // 2]):
         normed = entry
         if normed is None:
-            scale = _or_none(own.attention_norm)
-            limit = 0.0 if scale is not None else MOST_UNNORMED
-            x, normed = add_norm(x, parts, scale, eps, half, limit)
+            limit = 0.0 if weights.attention_norm is not None else MOST_UNNORMED
+            x, normed = add_norm(x, parts, weights.attention_norm, settings.eps, half, limit)
         k_cache, v_cache = caches[2 * i : 2 * i + 2]
-        parts = _attention(normed, own, weights, rows, k_cache, v_cache, settings)
-        if own.router.numel():
-            x, parts = run_experts(x, parts, own, weights, settings)
+        parts = _attention(normed, weights, rows, k_cache, v_cache, settings, window)
+        if weights.router is not None:
+            x, parts = run_experts(x, parts, weights, settings)
         else:
-            x, normed = add_norm(x, parts, own.mlp_norm, eps, half)
+            x, normed = add_norm(x, parts, weights.mlp_norm, settings.eps, half)
             parts = _mlp(normed, weights, settings.accumulate)
         entry = None
     assert parts is not None, "at least one block"
     return add(x, parts)
 
 
-def _or_none(tensor: Tensor) -> Tensor | None:
-    return tensor if tensor.numel() else None
-
-
 def _attention(
     normed: Tensor,
-    tensors: BlockTensors,
-    weights: PackedBlock,
+    weights: BlockWeights,
     rows: Rows,
     k_cache: Cache,
     v_cache: Cache,
     settings: Settings,
+    window: int,
 ) -> Tensor:
     """Return partial sums [S, T, D] of the attention layer's addition to the residual stream."""
     from fasteagle.compile.kernels import block_kernels, tree_kernels
     from fasteagle.quant import kernels
 
-    view = TreeView(rows.seq_len, rows.paths, rows.depths, settings.window or None)
+    view = TreeView(rows.seq_len, rows.paths, rows.depths, window or None)
     parts = kernels.partial_sums(normed, weights.qkv, settings.accumulate)
     E = rows.cos.shape[2]
-    bias, q_norm = _or_none(tensors.qkv_bias), _or_none(tensors.q_norm)
     new = tree_kernels.Unrotated(
-        parts, bias, rows.cos, rows.sin, rows.slots, weights.out.K // E, tensors.mlp_norm.dtype
+        parts,
+        weights.qkv_bias,
+        rows.cos,
+        rows.sin,
+        rows.slots,
+        weights.out.K // E,
+        weights.mlp_norm.dtype,
     )
     # Norms of attention heads are sums, whose order must not depend on the block of rows.
-    if q_norm is None and E <= tree_kernels.MAX_ROPE_DIM:
+    if weights.q_norm is None and E <= tree_kernels.MAX_ROPE_DIM:
         y = tree_kernels.rope_attention(new, k_cache, v_cache, view, torch.float16)
     else:
-        norms = q_norm, _or_none(tensors.k_norm)
+        norms = weights.q_norm, weights.k_norm
         q = block_kernels.rope(new, norms, k_cache, v_cache, settings.eps)
         y = tree_kernels.tree_attention(q, k_cache, v_cache, view, torch.float16)
     return kernels.partial_sums(y, weights.out, settings.accumulate)
 
 
-def _mlp(normed: Tensor, weights: PackedBlock, accumulate: str) -> Tensor:
+def _mlp(normed: Tensor, weights: BlockWeights, accumulate: str) -> Tensor:
     """Return partial sums [S, T, D] of the feed-forward layer's addition to the residual stream."""
     from fasteagle.compile.kernels import gate_kernels
     from fasteagle.quant import kernels
@@ -354,7 +337,7 @@ def _mlp(normed: Tensor, weights: PackedBlock, accumulate: str) -> Tensor:
 
 
 def run_experts(
-    x: Tensor, parts: Tensor | None, tensors: BlockTensors, weights: PackedBlock, settings: Settings
+    x: Tensor, parts: Tensor | None, weights: BlockWeights, settings: Settings
 ) -> tuple[Tensor, Tensor]:
     """Return the residual stream x + the sum of `parts`, and its experts' results [k, T, D].
 
@@ -363,10 +346,11 @@ def run_experts(
     """
     from fasteagle.compile.kernels import expert_kernels
 
-    _, _, gate_up, down, shared_gate_up, shared_down = weights
-    accumulate, k, shares = settings.accumulate, settings.top_k, bool(shared_down.N)
+    gate_up, down, accumulate = weights.gate_up, weights.down, settings.accumulate
+    shared_gate_up, shared_down = weights.shared_gate_up, weights.shared_down
+    k, shares = settings.top_k, shared_down is not None
     x, normed, scores = expert_kernels.norm_scores(
-        x, parts, tensors.mlp_norm, tensors.router, settings.eps
+        x, parts, weights.mlp_norm, weights.router, settings.eps
     )
     n_expert = gate_up.N // (2 * down.K)
     routing, shared = expert_kernels.route(
@@ -376,12 +360,12 @@ def run_experts(
         settings.renormalizes,
         settings.weight_scale,
         shares,
-        _or_none(tensors.choice_bias),
+        weights.choice_bias,
     )
     results = x.new_empty(k + shares, *x.shape)
     values, scales = expert_kernels.gated(normed, gate_up, routing, accumulate)
     expert_kernels.weighted(values, scales, down, routing, accumulate, results[:k])
-    if shared is not None:
+    if shared is not None and shared_gate_up is not None and shared_down is not None:
         values, scales = expert_kernels.gated(normed, shared_gate_up, shared, accumulate)
         expert_kernels.weighted(values, scales, shared_down, shared, accumulate, results[k:])
     return x, results

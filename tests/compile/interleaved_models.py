@@ -8,7 +8,6 @@ import dataclasses
 import torch
 from torch import nn
 
-from fasteagle.compile import cuda_blocks
 from fasteagle.compile.cuda_backend import CudaBackend
 from fasteagle.compile.int8_cache import quantized_rows
 from fasteagle.config import ModelConfig, MoEConfig
@@ -123,18 +122,6 @@ def passed(
     recording = dataclasses.replace(target, ops=target.ops._replace(norm=keep))
     recording.encode(torch.arange(T, device=device) * 5, positions, slots, view, cache)
     return streams[0], cache
-
-
-def launched(x, entry, rows, caches, tensors, formats, *settings) -> torch.Tensor:
-    """`fused_blocks` on any device."""
-    rows, settings = cuda_blocks.Rows(*rows), cuda_blocks.Settings(*settings)
-    return cuda_blocks.launch_blocks(x, entry, rows, caches, tensors, formats, settings)
-
-
-def launched_experts(x, tensors, formats, eps, accumulate, *routing) -> torch.Tensor:
-    """`expert_layer` on any device."""
-    settings = cuda_blocks.Settings(eps, accumulate, 0, *routing)
-    return cuda_blocks.launch_experts(x, tensors, formats, settings)
 
 
 class KernelBackend(CudaBackend):

@@ -25,7 +25,6 @@ from interleaved_models import (
     SHAPE,
     KernelBackend,
     fused_target,
-    launched,
     pack_,
     packed_target,
     passed,
@@ -54,7 +53,7 @@ def test_what_a_row_is_summed_by_does_not_depend_on_their_number(name, monkeypat
     for module in (kernels, block_kernels, expert_kernels, tree_kernels):
         for kernel in [each for each in vars(module) if each.endswith("_kernel")]:
             monkeypatch.setattr(module, kernel, Kernel(kernel))
-    monkeypatch.setattr(cuda_blocks, "fused_blocks", launched)
+    monkeypatch.setattr(cuda_blocks, "fused_blocks", cuda_blocks.launch_blocks)
     monkeypatch.setattr(fixed_norm, "rms_norm", by_the_core)
     target, lists = fused_target(packed_target(name)[0]), {}
     for T in (1, 2, 9):

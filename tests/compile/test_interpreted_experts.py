@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="Triton is not installed (it comes with tor
 
 from device_checks import close
 from fasteagle.compile.cuda_blocks import Settings, run_experts
-from fasteagle.compile.cuda_tensors import formats_of, packed, tensors_of
+from fasteagle.compile.cuda_tensors import weights_of
 from fasteagle.compile.kernels import expert_kernels
 from fasteagle.config import MoEConfig
 from fasteagle.model import Block, MoE
@@ -50,7 +50,6 @@ class Layer:
         self.settings = Settings(
             self.block.mlp_norm.eps,
             accumulate,
-            0,
             config.top_k,
             config.renormalize or config.score == "topk_softmax",
             config.scale,
@@ -64,10 +63,9 @@ class Layer:
 
     def run(self, x: Tensor) -> Tensor:
         """The layer's results for rows x [M, D], which two parts add up to."""
-        tensors = tensors_of(self.block)
-        weights = packed(tensors, formats_of(self.block))
         parts = torch.stack((0.25 * x, 0.25 * x))
-        total, results = run_experts(0.5 * x, parts, tensors, weights, self.settings)
+        weights = weights_of(self.block)
+        total, results = run_experts(0.5 * x, parts, weights, self.settings)
         assert torch.equal(total, x)
         return results.sum(0)
 

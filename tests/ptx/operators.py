@@ -12,10 +12,9 @@ from fasteagle.compile import cuda_blocks, cuda_ops, fixed_norm
 from fasteagle.compile.kernels import block_kernels, draft_kernels, order_kernels
 from fasteagle.quant import interleaved
 from fasteagle.quant import kernels as quant_kernels
-from interleaved_models import launched, launched_experts
 
-cuda_blocks.fused_blocks.register_kernel("cpu")(launched)
-cuda_blocks.expert_layer.register_kernel("cpu")(launched_experts)
+cuda_blocks.fused_blocks.register_kernel("cpu")(cuda_blocks.launch_blocks)
+cuda_blocks.expert_layer.register_kernel("cpu")(cuda_blocks.launch_experts)
 cuda_ops.top_children.register_kernel("cpu")(draft_kernels.top_children)
 cuda_ops.rerank_pool.register_kernel("cpu")(order_kernels.rerank)
 cuda_ops.relate_rows.register_kernel("cpu")(order_kernels.relations)
