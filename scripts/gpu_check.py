@@ -185,10 +185,15 @@ def record(entries: Sequence[dict[str, Any]], dry_run: bool) -> dict[str, Any]:
     return {"meta": meta, "stages": list(entries)}
 
 
+def prompt_of(n: int) -> str:
+    """Return a text of n tokens of random weights: four letters each."""
+    return "".join(f"{i % 10_000:04d}" for i in range(n))
+
+
 def write_prompts(out: Path, dry_run: bool) -> None:
-    """Write the `PROMPTS` of stages: a token of random weights is four letters."""
+    """Write the `PROMPTS` of stages."""
     for name, counts in PROMPTS.items():
-        texts = ("".join(f"{i:04d}" for i in range(DRY_PROMPT if dry_run else n)) for n in counts)
+        texts = (prompt_of(DRY_PROMPT if dry_run else n) for n in counts)
         lines = (json.dumps({"turns": [text]}) + "\n" for text in texts)
         (out / f"{name}.jsonl").write_text("".join(lines))
 
