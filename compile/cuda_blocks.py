@@ -14,7 +14,6 @@ Shapes: T rows, D model dim, E head dim, G KV heads, S cache slots.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -101,26 +100,44 @@ def obstacle(block: Block) -> str | None:
     return None
 
 
-_NUMBERS = itertools.count()
-_LIVING: weakref.WeakValueDictionary[int, FusedBlocks] = weakref.WeakValueDictionary()
-
-
-class FusedBlocks:
-    """Weights of blocks for the kernels, which operators find by `number`.
+class SharedWeights:
+    """Weights of blocks, and settings; operators find them by the address of `key`.
 
     As arguments they would be hundreds of inputs of a compiled pass: 20 seconds of tracing at 7B.
     """
+
+    def __init__(self, blocks: list[Block], settings: Settings) -> None:
+        self.blocks, self.settings = blocks, settings
+        self.weights = [weights_of(block) for block in blocks]
+        self.key = self.weights[0].qkv.words
+
+    @classmethod
+    def of(cls, blocks: list[Block]) -> SharedWeights:
+        """Return one object for all who run the same blocks at a time.
+
+        A compiled pass may have been traced with a `FusedBlocks` that is gone when it runs.
+        """
+        qkv = blocks[0].attention.qkv
+        settings = Settings(blocks[0].mlp_norm.eps, qkv.accumulate, *_routing(blocks))
+        address = qkv.words.data_ptr()
+        shared = _LIVING.get(address)
+        if shared is None or (shared.blocks, shared.settings) != (blocks, settings):
+            shared = _LIVING[address] = cls(blocks, settings)
+        return shared
+
+
+_LIVING: weakref.WeakValueDictionary[int, SharedWeights] = weakref.WeakValueDictionary()
+
+
+class FusedBlocks:
+    """Blocks of a model or of a draft head by the kernels."""
 
     def __init__(self, blocks: Sequence[Block], masked: Ops = OPS) -> None:
         """Collect the weights of `blocks`; the core runs prompts, by ops `masked` and kernels."""
         assert all(fits(block) for block in blocks), "see fits"
         self._blocks, self._masked = blocks, masked._replace(norm=apply_norm, place=place)
-        self.weights = [weights_of(block) for block in blocks]
         self._index = {id(block): i for i, block in enumerate(blocks)}
-        eps, accumulate = blocks[0].mlp_norm.eps, blocks[0].attention.qkv.accumulate
-        self.settings = Settings(eps, accumulate, *_routing(blocks))
-        self.number = next(_NUMBERS)
-        _LIVING[self.number] = self
+        self.shared = SharedWeights.of(list(blocks))
 
     def run(
         self,
@@ -141,7 +158,7 @@ class FusedBlocks:
         caches = [cache for layer in layers for cache in layer]
         # An operator takes nothing but tensors.
         launch = fused_blocks if isinstance(caches[0], Tensor) else launch_blocks
-        return launch(x, entry, rows, caches, self.number, first, view.window or 0)
+        return launch(x, entry, rows, caches, self.shared.key, first, view.window or 0)
 
     def _run_many(
         self,
@@ -161,7 +178,7 @@ class FusedBlocks:
             if not isinstance(block.mlp, MoE):
                 x = x + feed_forward(block, x)
                 continue
-            x = expert_layer(x, self.number, self._index[id(block)])
+            x = expert_layer(x, self.shared.key, self._index[id(block)])
         return x
 
     def run_alone(
@@ -200,18 +217,18 @@ def fused_blocks(
     entry: Tensor | None,
     rows: Sequence[Tensor],
     caches: Sequence[Tensor],
-    blocks: int,
+    key: Tensor,
     first: int,
     window: int,
 ) -> Tensor:
     """Run blocks over the `Rows` of a tree, fp32 x [T, D]; see `FusedBlocks.run`.
 
-    `blocks` is the number of a `FusedBlocks`, of which as many as there are pairs of `caches` run,
-    from `first` on. `entry`, in fp16, is what the attention of the first block reads instead of its
+    As many blocks run as there are pairs of `caches`, from `first` on of the `SharedWeights` with
+    this `key`. `entry`, in fp16, is what the attention of the first block reads instead of its
     normed input. A row's bits depend on the keys that it sees and on itself alone, not on the other
     rows.
     """
-    return launch_blocks(x, entry, rows, caches, blocks, first, window)
+    return launch_blocks(x, entry, rows, caches, key, first, window)
 
 
 @fused_blocks.register_fake
@@ -220,12 +237,12 @@ def _fake(x: Tensor, *rest: object) -> Tensor:
 
 
 @torch.library.custom_op("fasteagle::expert_layer", mutates_args=(), device_types="cuda")
-def expert_layer(x: Tensor, blocks: int, index: int) -> Tensor:
+def expert_layer(x: Tensor, key: Tensor, index: int) -> Tensor:
     """Return fp32 x [T, D] plus the results of a block's norm and experts, for any T.
 
-    The block is at place `index` of the `FusedBlocks` with the number `blocks`.
+    The block is at place `index` of the `SharedWeights` with this `key`.
     """
-    return launch_experts(x, blocks, index)
+    return launch_experts(x, key, index)
 
 
 @expert_layer.register_fake
@@ -233,11 +250,11 @@ def _fake_layer(x: Tensor, *rest: object) -> Tensor:
     return torch.empty_like(x)
 
 
-def launch_experts(x: Tensor, blocks: int, index: int) -> Tensor:
+def launch_experts(x: Tensor, key: Tensor, index: int) -> Tensor:
     """Launch the kernels of `expert_layer`, for as many rows at a time as they take."""
     from fasteagle.compile.kernels.block_kernels import add
 
-    own = _LIVING[blocks]
+    own = _LIVING[key.data_ptr()]
     with on_device_of(x):
         chunks = [
             run_experts(rows, None, own.weights[index], own.settings) for rows in x.split(MAX_ROWS)
@@ -250,13 +267,13 @@ def launch_blocks(
     entry: Tensor | None,
     rows: Sequence[Tensor],
     caches: Sequence[Cache],
-    blocks: int,
+    key: Tensor,
     first: int,
     window: int,
 ) -> Tensor:
     """Launch the kernels of `fused_blocks`, over caches of one sequence or of several."""
     with on_device_of(x):
-        return _launch_blocks(x, entry, Rows(*rows), caches, _LIVING[blocks], first, window)
+        return _launch_blocks(x, entry, Rows(*rows), caches, _LIVING[key.data_ptr()], first, window)
 
 
 def _launch_blocks(
@@ -264,14 +281,14 @@ def _launch_blocks(
     entry: Tensor | None,
     rows: Rows,
     caches: Sequence[Cache],
-    blocks: FusedBlocks,
+    shared: SharedWeights,
     first: int,
     window: int,
 ) -> Tensor:
     from fasteagle.compile.kernels.block_kernels import add, add_norm  # Triton exists with CUDA
 
-    settings, parts, half = blocks.settings, None, torch.float16
-    for i, weights in enumerate(blocks.weights[first : first + len(caches) // 2]):
+    settings, parts, half = shared.settings, None, torch.float16
+    for i, weights in enumerate(shared.weights[first : first + len(caches) // 2]):
         normed = entry
         if normed is None:
             limit = 0.0 if weights.attention_norm is not None else MOST_UNNORMED

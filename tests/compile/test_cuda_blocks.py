@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 from unittest import mock
 
 import pytest
@@ -65,6 +66,21 @@ def test_what_a_row_is_summed_by_does_not_depend_on_their_number(name, monkeypat
             for kernel, made in launches
         ]
     assert lists[1] == lists[2] == lists[9] and lists[1]
+
+
+def test_operators_find_weights_while_anyone_runs_them():
+    """A pass is traced with the blocks of a drafter that is gone when the pass runs."""
+    target = fused_target(packed_target("gqa")[0])
+    shared = target.ops.run_blocks.__self__.shared
+    other = cuda_blocks.FusedBlocks(list(target.model.blocks))
+    assert other.shared is shared
+    del other
+    address = shared.key.data_ptr()
+    gc.collect()
+    assert cuda_blocks._LIVING[address] is shared
+    del target, shared
+    gc.collect()
+    assert address not in cuda_blocks._LIVING
 
 
 def by_the_core(x, scale, eps):

@@ -38,7 +38,7 @@ def test_sums_that_might_be_infinite_are_in_fp32(norm, scale, sums, capsys):
     target, _ = packed_target(accumulate="fp16")
     getattr(target.blocks[1], norm).weight.data[7] = scale
     fused = fused_target(target).ops.run_blocks.__self__
-    assert accumulates(target) == {sums} and fused.settings.accumulate == sums
+    assert accumulates(target) == {sums} and fused.shared.settings.accumulate == sums
     assert capsys.readouterr().err.count("\n") == (sums == "fp32")
 
 
