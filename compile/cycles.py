@@ -164,12 +164,14 @@ def own_code(piece: Any, settings: dict[str, Any] | None = None) -> Callable[...
     values of the variant, the drafter and the state, which takes a tenth of a millisecond. These
     values cannot change here, because `Runner.compiled` stores a piece by its variant, and siblings
     differ in their tensors only. So the piece gets a separate code object, and only the shapes of
-    tensors are checked.
+    tensors are checked. Only dimensions that were marked are dynamic: by itself Dynamo would take a
+    number that another variant had otherwise for dynamic too, and Inductor cannot put reductions
+    of such a size beside others.
     """
     code = piece.__code__.replace()
     own = FunctionType(code, piece.__globals__, piece.__name__, piece.__defaults__)
     options = {"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe, **(settings or {})}
-    return torch.compile(own, fullgraph=True, options=options)
+    return torch.compile(own, fullgraph=True, dynamic=False, options=options)
 
 
 def _planes(cache: KVCache) -> list[Tensor]:

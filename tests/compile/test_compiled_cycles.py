@@ -10,7 +10,7 @@ import torch
 from fasteagle.batch import Batch
 from fasteagle.compile import tree_attention
 from fasteagle.compile.blocks import BlockCompiler, compile_now, missing_compiler
-from fasteagle.compile.cycles import CycleCompiler
+from fasteagle.compile.cycles import CycleCompiler, own_code
 from fasteagle.decoding.cycle import EAGER
 from fasteagle.drafting.draft_model import ModelDrafter
 from fasteagle.drafting.eagle import EagleDrafter
@@ -122,6 +122,28 @@ def test_answers_beside_each_other_share_compiled_pieces(target):
     spec = engine.spec(TREE, SamplingMode(greedy=False))
     used = {own.runner.pieces(spec, own.drafter).draft for own in several.engines}
     assert len(several.engines) == 3 and len(used) == 1 and EAGER.draft not in used
+
+
+def test_a_number_of_another_variant_is_a_constant(monkeypatch):
+    """A third variant of the cycle must not get code for a tree of any size."""
+    graphs, compiled = [], torch.compile
+
+    def record(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def compile_recorded(function, options, **more):
+        return compiled(function, backend=record, **more)
+
+    monkeypatch.setattr(torch, "compile", compile_recorded)
+
+    def piece(shape: TreeShape) -> torch.Tensor:
+        return torch.arange(shape.nodes).sum()
+
+    for nodes in (4, 5, 6):
+        assert own_code(piece)(TreeShape(2, 2, nodes)) == sum(range(nodes))
+    inputs = [node for graph in graphs for node in graph.graph.nodes if node.op == "placeholder"]
+    assert len(graphs) == 3 and not inputs
 
 
 @pytest.mark.slow

@@ -59,7 +59,7 @@ def compiled(function: Callable) -> Callable:
         decompositions=select_decomp_table(),
         keep_inference_input_mutations=True,
     )
-    return torch.compile(function, fullgraph=True, backend=backend)
+    return torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
 
 
 class _Kernel:
