@@ -170,13 +170,14 @@ class CudaPass:
         proposals: Sequence[Proposal],
         capture: Capture | None = None,
     ) -> list[Output]:
-        """Return the output of each proposal, up to `MAX_ROWS` rows of them in a pass.
+        """Return the output of each proposal, as many in a pass as its tables have room for.
 
         Passes are replayed where `capture` is given and captures them. Outputs are views of memory
         that the next call overwrites.
         """
         outputs: list[Output] = []
-        ranges = list(groups([len(proposal.depths) for proposal in proposals], MAX_ROWS))
+        sizes = [len(proposal.depths) for proposal in proposals]
+        ranges = list(groups(sizes, MAX_ROWS, SEQUENCES[-1]))
         for begin, end in ranges:
             own, trees = states[begin:end], proposals[begin:end]
             if len(trees[0].depths) > MAX_ROWS:

@@ -9,6 +9,7 @@ Shapes: B sequences, T rows of one of them, G KV heads, E head dim.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -64,11 +65,16 @@ def split(output: Output, sizes: Sequence[int]) -> list[Output]:
     return [Output(*rows) for rows in zip(logits, features, aux_states, strict=True)]
 
 
-def groups(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of sequences whose rows fit into a pass of `most`; a larger one is alone."""
+def groups(
+    sizes: Sequence[int], most: int, most_sequences: float = math.inf
+) -> Iterator[tuple[int, int]]:
+    """Yield ranges of sequences, at most so many, whose rows fit into a pass of `most`.
+
+    A sequence of more rows is alone.
+    """
     begin = rows = 0
     for i, size in enumerate(sizes):
-        if i > begin and rows + size > most:
+        if i > begin and (rows + size > most or i - begin == most_sequences):
             yield begin, i
             begin, rows = i, 0
         rows += size

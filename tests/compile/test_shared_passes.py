@@ -320,6 +320,14 @@ def test_more_rows_than_a_pass_takes_are_several_passes(passes):
     assert len({*firsts}) == 4 and [len(output.logits) for output in outputs] == [30] * 4
 
 
+@pytest.mark.parametrize("n", [9, 16, 33])
+def test_more_sequences_than_a_pass_takes_are_several_passes(passes, n):
+    """As when data for training is written, with a row of each."""
+    outputs = passes(*sequences([1] * n), lambda step, variant: step)
+    assert [len(output.logits) for output in outputs] == [1] * n
+    assert {shape.sequences for shape in passes.made} <= {*SEQUENCES}
+
+
 def test_a_pass_that_is_not_captured_runs_and_says_so(passes):
     outputs = passes(*sequences([2, 3]), lambda step, variant: None)
     assert [len(output.logits) for output in outputs] == [2, 3] and not passes.is_captured
