@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from fasteagle.compile.cpu_blocks import block_tensors, fits
+from fasteagle.compile.cpu_blocks import MAX_ROWS, block_tensors, fits
 from fasteagle.decoding.cycle import EAGER, Proposal
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.eagle import EagleDrafter
@@ -107,7 +107,7 @@ class NativeDraft:
         """Return the proposal of each text, and the seconds of each.
 
         All are chains that `runs` has allowed. Draft heads run once for all texts of one depth and
-        stopping rule, and their time is divided among these texts.
+        stopping rule, up to `MAX_ROWS` of them, and their time is divided among these texts.
         """
         proposals: dict[int, Proposal] = {}
         seconds = [0.0] * len(texts)
@@ -122,7 +122,12 @@ class NativeDraft:
             else:
                 proposals[i] = EAGER.draft(*text)
             seconds[i] = time.perf_counter() - begin
-        for (head, rule), places in shared.items():
+        parts = [
+            (head, rule, of_rule[at : at + MAX_ROWS])
+            for (head, rule), of_rule in shared.items()
+            for at in range(0, len(of_rule), MAX_ROWS)
+        ]
+        for head, rule, places in parts:
             begin = time.perf_counter()
             native = self.of(head)
             assert native is not None, "see runs"

@@ -228,6 +228,7 @@ PAIRS = {
     "few": [(5, 3), (70, 7), (1, 1), (131, 1)],
     "more pairs than rows of a step": [(60, 25), (9, 9), (33, 20), (140, 30), (2, 2)],
     "eight": [(8 * i + 3, i % 3 + 1) for i in range(8)],
+    "more texts than rows of a step": [(3 + i % 5, i % 3 + 1) for i in range(35)],
 }
 
 
