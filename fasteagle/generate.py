@@ -134,6 +134,7 @@ class Engine(Context):
         root = unless_short(
             lambda: self._first_token(prompt, normed, kind, params, processor), self._lost
         )
+        self._check(root, len(prompt))
         self.state.load([*self.cached, root], feature, params)
         new = [root]
         first = time.perf_counter()
@@ -177,7 +178,7 @@ class Engine(Context):
             last = torch.tensor([prompt[-1]], device=self.device)
             logits = processor(logits, chain(last, torch.ones_like(last).bool()))
         root = draw(logits, position, kind, state.sampling, seen)
-        return self._checked(root.tolist())[0]
+        return int(root)
 
     def _cycles(
         self,
@@ -277,7 +278,7 @@ class Engine(Context):
     def _record(self, root: int, spec: CycleSpec, done: Done, ms: float | None) -> list[int]:
         """Record a cycle, which took `ms`, on the host; return its new tokens."""
         stats = self.stats
-        new = self._checked(done.tokens)
+        new = [token for token in done.tokens if token != PAD]
         if done.drafted:
             stats.drafted += done.drafted
             stats.path_lengths.append(len(new) - 1)
@@ -350,11 +351,9 @@ class Engine(Context):
             bad = low if low < 0 else high
             raise FasteagleError(f"token id {bad} is outside the vocabulary of {vocab_size:,}")
 
-    def _checked(self, drawn: list[int]) -> list[int]:
-        """Return `drawn` without padding; raise `EngineError` where logits were not finite."""
-        tokens = [token for token in drawn if token != PAD]
-        position = len(self.cached)
-        if BAD_ROW in tokens:
+    def _check(self, token: int, position: int) -> None:
+        """Raise `EngineError` where the logits of the token at `position` were not finite."""
+        if token == BAD_ROW:
             self._forget_everything()
             dtype = str(self.dtype).removeprefix("torch.")
             fixes = {torch.float16: "try --precision bf16 or fp32, or ", torch.float32: ""}
@@ -362,7 +361,6 @@ class Engine(Context):
                 f"the model's logits are not finite in {dtype} at position {position}: "
                 f"{fixes.get(self.dtype, 'try --precision fp32, or ')}fetch the weights again"
             )
-        return tokens
 
     def _until_end(
         self,
@@ -374,9 +372,11 @@ class Engine(Context):
         """Return `new` up to the end of the answer; set `finish` where the answer ends in it.
 
         Tokens past the end are removed: the cache then holds all but the last token of the answer.
+        Raises `EngineError` for logits before it that were not finite.
         """
         before = len(self.cached) - (len(new) - 1)
         for i, token in enumerate(new):
+            self._check(token, before + i)
             if token in eos_ids:
                 self.stats.finish = "eos"
             elif is_last(token):

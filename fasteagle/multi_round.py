@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fasteagle.sampling import process_logits
+from fasteagle.sampling import BAD_ROW, process_logits
 from fasteagle.state import CycleSpec, DecodeState
 from fasteagle.tree import DraftTree
 from fasteagle.verify import PAD, Accepted, seen_rows
@@ -47,7 +47,8 @@ def multi_round(
 
     `target` and `draft` [T, V] are each row's next-token probabilities. A child is accepted with
     probability min(1, p / q); after a rejected one the next is tried with the residual of p, and
-    with q without the rejected child. When none is left, the token comes from what remains of p.
+    with q without the rejected child. When none is left, the token comes from what remains of p;
+    it is `BAD_ROW` where p is not finite.
     """
     generator = torch.Generator().manual_seed((seed ^ ACCEPT_STREAM ^ (position << 20)) % 2**63)
     tokens, parents, valid = (t.tolist() for t in tree[:3])
@@ -55,6 +56,9 @@ def multi_round(
     while True:
         row = rows[-1]
         p, q = target[row].double().cpu(), draft[row].double().cpu()
+        if not p.isfinite().all():
+            emitted.append(BAD_ROW)
+            break
         children = [j for j in range(1, len(tokens)) if parents[j] == row and valid[j]]
         accepted = None
         for child in children:

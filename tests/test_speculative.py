@@ -164,6 +164,29 @@ def test_a_drafter_that_is_always_right(target, n, params):
     assert engine.stats.accepted + engine.stats.passes >= n - 1
 
 
+def test_logits_after_the_end_of_an_answer_do_not_matter(target):
+    """Plain decoding never computes them: an end in an accepted path comes before them."""
+    truth = tokens(Engine(target, 512))
+    at = next(i for i in range(9, 60) if truth[i] not in truth[:i])
+    end = truth[at]
+
+    class Breaks:
+        def __call__(self, logits, tree):
+            return logits.masked_fill((tree.tokens == end).unsqueeze(1), float("nan"))
+
+        def accept(self, tokens):
+            pass
+
+    for depth in (1, 2, 5):
+        drafter = Fake(oracle(PROMPT + truth, depth), depth + 1, depth)
+        engine = Engine(target, 512, drafter=drafter)
+        for ends in ({"eos_ids": frozenset({end})}, {"is_last": lambda token: token == end}):
+            answer = engine.generate(PROMPT, GREEDY, 60, processor=Breaks(), **ends)
+            assert [t for ids in answer for t in ids] == truth[: at + 1]
+        with pytest.raises(FasteagleError, match=f"at position {len(PROMPT) + at + 1}: "):
+            list(engine.generate(PROMPT, GREEDY, 60, processor=Breaks()))
+
+
 def test_a_drafter_that_is_never_right(target):
     truth = PROMPT + tokens(Engine(target, 512))
     wrong = [(t + 1) % 60 for t in truth]

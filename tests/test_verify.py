@@ -7,6 +7,7 @@ import itertools
 import torch
 
 from fasteagle.multi_round import multi_round
+from fasteagle.sampling import BAD_ROW
 from fasteagle.tree import DraftTree, ancestor_mask
 from fasteagle.verify import PAD, accept, seen_rows
 
@@ -51,6 +52,14 @@ def test_multi_round_emits_the_targets_distribution():
         tree = DraftTree(tokens, torch.tensor([0, 0, 0]), torch.ones(3).bool())
         counts[multi_round(p, q, tree, 1, seed, 7).emitted[0]] += 1
     assert ((counts - p[0] * n) ** 2 / (p[0] * n)).sum() < 16.27  # 99.9 % point of 3 degrees
+
+
+def test_multi_round_ends_a_path_where_the_target_has_no_probabilities():
+    p, q = torch.full((2, 4), 0.25), torch.full((2, 4), 0.25)
+    p[1] = float("nan")
+    tree = DraftTree(torch.tensor([0, 2]), torch.tensor([0, 0]), torch.ones(2).bool())
+    assert multi_round(p, q, tree, 1, 3, 7).emitted.tolist() == [2, BAD_ROW]
+    assert multi_round(p.flip(0), q, tree, 1, 3, 7).emitted.tolist() == [BAD_ROW, PAD]
 
 
 def test_penalty_sees_each_rows_own_ancestors():
