@@ -26,6 +26,7 @@ from fasteagle.shapes import MAX_REACH
 NOTHING = -1  # in place of a token: there is none
 OUTSIDE = -2  # in place of a token before the first one: nothing equals it
 KEY_TOKENS, KEY_BITS = 3, 21  # keys of a corpus index: three ids fit into an int64
+MAX_VOCAB = (1 << KEY_BITS) - 1
 WINDOW = 256  # places of a corpus that are compared token by token
 LONGEST_MATCH = 8  # most tokens that are compared
 CLASSES = 8  # classes of match lengths and of depths: 1 .. 7, and all above
@@ -82,15 +83,22 @@ class Corpus:
     """Documents that answers may quote, as one tensor with an index of their token trigrams.
 
     A lookup is a binary search and a comparison of `WINDOW` places, however long the documents are.
-    A corpus takes 24 bytes a token.
+    A corpus takes 24 bytes a token. Token ids from `vocab_size` on, which tokenizers of some models
+    have, end a document: the target has no embeddings of them.
     """
 
-    def __init__(self, documents: Sequence[Sequence[int]], device: torch.device | str) -> None:
+    def __init__(
+        self,
+        documents: Sequence[Sequence[int]],
+        device: torch.device | str,
+        vocab_size: int = MAX_VOCAB,
+    ) -> None:
+        assert vocab_size <= MAX_VOCAB, "keys have no room for more"
         ids = [NOTHING] * KEY_TOKENS
         for document in documents:
-            ids += [*document, NOTHING]
+            ids += [token if token < vocab_size else NOTHING for token in document]
+            ids.append(NOTHING)
         ids += [NOTHING] * MAX_REACH
-        assert max(ids) + 1 < 1 << KEY_BITS, "a key has room for vocabularies of two million"
         self.tokens = torch.tensor(ids, device=device)  # [M]
         keys = torch.zeros_like(self.tokens)
         for back in range(KEY_TOKENS):

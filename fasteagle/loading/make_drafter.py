@@ -209,7 +209,7 @@ class Drafting:
     ) -> Drafter:
         options, corpus = self.options, None
         if self.documents:
-            corpus = Corpus(self.documents, engine.device)
+            corpus = Corpus(self.documents, engine.device, engine.model.config.vocab_size)
             notify(f"lookup: {len(corpus):,} tokens of files, {corpus.n_bytes / 1e6:.1f} MB")
         if options.drafter == "ngram":
             return _ngram(engine, checkpoint, options, corpus)

@@ -131,6 +131,14 @@ def test_the_largest_token_ids_fit_into_a_key():
     assert as_list(corpus.find(*in_buffer([top, top - 1]), 1)) == (2, [6])
 
 
+def test_tokens_that_the_target_does_not_have_end_a_document():
+    """As a special token that was added to the tokenizer alone, and stands in a file."""
+    corpus = Corpus([[1, 2, 3, 10, 4, 5]], "cpu", vocab_size=10)
+    assert as_list(corpus.find(*in_buffer([1, 2]), 4)) == (2, [3])
+    assert as_list(corpus.find(*in_buffer([3, 4]), 4)) == (1, [5])
+    assert len(corpus) == 5
+
+
 def test_a_corpus_counts_its_tokens_and_bytes():
     corpus = Corpus([list(range(1000))] * 3, "cpu")
     assert len(corpus) == 3000 and corpus.n_bytes == pytest.approx(24 * 3000, rel=0.03)

@@ -95,6 +95,13 @@ def test_how_far_is_copied(model, checkpoint):
     assert drafter_for(model, checkpoint, drafter="ngram", lookup_depth=3)[0].shape.depth == 3
 
 
+def test_no_token_beyond_the_targets_vocabulary_is_quoted(model, checkpoint):
+    known = model.config.vocab_size
+    drafting = Drafting(DraftOptions(drafter="ngram"), documents=[[5, 6, known, 7]])
+    drafter = drafting.drafter("tiny", Engine(model, 512), checkpoint, lambda line: None)
+    assert int(drafter.lookup.corpus.tokens.max()) == 7
+
+
 @pytest.mark.parametrize("reach", [None, 1, 31])
 def test_chains_on_cpus_copy_as_far_as_asked(monkeypatch, head, model, checkpoint, reach):
     monkeypatch.setattr(drafters, "can_draft", lambda head: True)
