@@ -170,7 +170,7 @@ def _products(module: nn.Module) -> tuple[Tensor, Tensor]:
         expected = x @ linear.rows(columns).float().T
         if linear.bias is not None:
             expected = expected + linear.bias[columns]
-        scale = 1 / expected.norm()  # each product counts as much as the others
+        scale = 1 / expected.norm().clamp(min=1e-30)  # each product counts alike
         results.append((scale * linear.exact(x)[:, columns]).flatten())
         references.append((scale * expected).flatten())
     if not results:

@@ -16,7 +16,7 @@ from fasteagle.generate import Engine
 from fasteagle.llm import open_llm
 from fasteagle.loading.heads.write import save_head
 from fasteagle.loading.open import open_model
-from fasteagle.loading.source import quantize_head_
+from fasteagle.loading.source import quantize_head_, quantize_linear
 from fasteagle.model import Target
 from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
 from fasteagle.paths import cache_dir
@@ -61,6 +61,18 @@ def test_kernels_that_are_right_are_used_and_proved_once(model, monkeypatch, cap
     monkeypatch.setattr(proof, "checks", raising)  # the second time nothing is computed
     proof.prove(CpuBackend(model))
     assert capsys.readouterr().err == ""
+
+
+def test_a_linear_of_zeros_is_no_failure(model):
+    """As in blocks that were added to a model and begin as the identity."""
+    attention = model.blocks[-1].attention
+    size = attention.out.in_features, attention.out.out_features
+    zeros = torch.nn.Linear(*size, bias=False).requires_grad_(False)
+    zeros.weight.zero_()
+    attention.out = quantize_linear(zeros, Scheme(4, 32), native=True)
+    backend = CpuBackend(model)
+    proof.prove(backend, strict=True)
+    assert backend.left == set()
 
 
 def test_a_wrong_pass_is_the_cores(model, monkeypatch, capsys):
