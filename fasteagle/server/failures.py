@@ -26,8 +26,10 @@ def add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def wrong(request: Request, error: RequestValidationError) -> Response:
-        problem = error.errors()[0]
-        param = ".".join(str(part) for part in problem["loc"] if part != "body") or None
+        placed = [(_place(problem, error.body), problem) for problem in error.errors()]
+        # Of a value of several kinds, the kind that it comes nearest to tells what is wrong.
+        place, problem = max(placed, key=lambda pair: len(pair[0]))
+        param = ".".join(place) or None
         if problem["type"] == "extra_forbidden":
             return answer(400, f"unknown parameter {param!r}", param=param)
         if problem["type"] == "json_invalid":
@@ -70,6 +72,19 @@ def add_errors(app: FastAPI) -> None:
     async def broken(request: Request, error: Exception) -> Response:
         complain(request.scope, f"{type(error).__name__}: {error}")
         return _error(500, MISTAKE, kind="server_error")
+
+
+def _place(problem: dict[str, Any], body: Any) -> list[str]:
+    """Return the fields and indices that lead to a mistake, without the kinds of values between."""
+    _, *parts = problem["loc"]
+    place = []
+    for part in parts:
+        try:
+            body = body[part]
+        except (LookupError, TypeError):
+            continue
+        place.append(str(part))
+    return place + [str(part) for part in parts[-1:] if problem["type"] == "missing"]
 
 
 def _first_word(message: str) -> str | None:

@@ -10,7 +10,7 @@ import httpx
 import pydantic
 import pytest
 
-from conftest import serving
+from conftest import CHAT, serving
 from fasteagle.errors import FasteagleError
 from fasteagle.options import AnswerOptions, Defaults, ServeOptions
 from fasteagle.server import guard, run
@@ -145,6 +145,42 @@ def test_what_cannot_be_honoured_is_named(live, changes, param):
         assert param.split(".")[0].replace("max_tokens", "max") in error["message"].replace(
             "-", "_"
         )
+
+
+PICTURE = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "data:"}}]
+CACHED = [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]
+
+
+@pytest.mark.parametrize(
+    ("path", "changes", "message"),
+    [
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": PICTURE}]},
+            "messages.0.content.1.type: Input should be 'text'",
+        ),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": CACHED}]},
+            "unknown parameter 'messages.0.content.0.cache_control'",
+        ),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": 3}]},
+            "messages.0.content: Input should be a valid string",
+        ),
+        (
+            CHAT,
+            {"tool_choice": {"type": "function", "name": "f"}},
+            "tool_choice.function: Field required",
+        ),
+        ("/v1/completions", {"prompt": [1, 2.5]}, "prompt.1: Input should be a valid integer"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_of_several_kinds_the_nearest_is_told(live, path, changes, message):
+    """Where a value may be a text or a list, what is wrong with the list is not that it is one."""
+    assert_refused(post(live, path, **changes), 400, message)
 
 
 @pytest.mark.parametrize(
