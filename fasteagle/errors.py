@@ -6,6 +6,7 @@ The command line prints the exception as one line and exits with 2. Imports no t
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import sys
 import time
@@ -68,8 +69,11 @@ def require_linux() -> None:
 
 
 def note(text: str) -> None:
-    """Print a line for the user on stderr, apart from the answer."""
-    print(text, file=sys.stderr, flush=True)
+    """Print a line for the user on stderr, apart from the answer, which goes on without it."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:  # who read it has left, as the terminal of a server in the background
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
 
 
 def with_progress(

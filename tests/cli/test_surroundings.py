@@ -25,6 +25,7 @@ BEGUN = [
     ("", "-p hi", 0, "tok/s | tau 1.00"),
     ("<&- 2>&-", "-p hi", 0, ""),
     ("| true", "-p hi --quiet", 1, "^$"),
+    ("2> >(true)", "-p hi", 0, ""),  # who reads the remarks has left: the answer comes
     ("", "-p hi --json-schema FIFO", 1, "^\nAborted!\n$"),
     ("", "-p hi --nope", 2, "^Error: No such option '--nope'.*\n$"),
     ("<&-", "", 2, "^Error: standard input is closed: give the prompt after -p\n$"),
