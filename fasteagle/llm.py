@@ -158,7 +158,7 @@ class LLM:
 
         With `stream`, yields chunks as they come. Raises `FasteagleError` for invalid arguments.
         """
-        asked = read_keywords(keywords)
+        asked = read_keywords(keywords, stream=stream, think=think)
         prompt = self._prompt_of(messages, think, asked.spec)
         return self._run(prompt.ids, stream, asked, prompt.text)
 
@@ -224,7 +224,7 @@ class LLM:
         **keywords: Unpack[AnswerKeywords],
     ) -> Answer | Iterator[Chunk]:
         """Continue a text, or token ids, without the chat template."""
-        return self._run(self._ids(prompt), stream, read_keywords(keywords))
+        return self._run(self._ids(prompt), stream, read_keywords(keywords, stream=stream))
 
     def _ids(self, prompt: str | Sequence[int]) -> list[int]:
         """Return the token ids of a prompt; raise `FasteagleError` if it is none."""
@@ -244,7 +244,7 @@ class LLM:
     ) -> list[Answer]:
         """Answer several conversations, up to `size` of them at once; see `generate_batch`."""
         several = listed("conversations", conversations)
-        asked = read_keywords(keywords)
+        asked = read_keywords(keywords, think=think)
         prompts = [self._prompt_of(one, think, asked.spec).ids for one in several]
         return self._run_batch(prompts, size, asked)
 

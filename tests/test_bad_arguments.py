@@ -28,6 +28,9 @@ LOADED = [
     ({"prefix_cache_gb": "1"}, "prefix-cache '1' is not a number"),
 ]
 ASKED = [
+    ("x", {"stream": "no"}, "stream 'no' is neither True nor False"),
+    ("x", {"speculate": "off"}, "speculate 'off' is neither True nor False"),
+    ({"messages": "x"}, {"think": "off"}, "think 'off' is neither True nor False"),
     ("x", {"temperature": "hot"}, "temperature 'hot' is not a number"),
     ("x", {"top_k": 2.5}, "top-k 2.5 is not a whole number"),
     ("x", {"seed": True}, "seed True is not a whole number"),

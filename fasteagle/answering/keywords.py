@@ -55,12 +55,15 @@ class Asked(NamedTuple):
     more: dict[str, Any]
 
 
-def read_keywords(keywords: AnswerKeywords) -> Asked:
-    """Return what the keywords of an answer ask for.
+def read_keywords(keywords: AnswerKeywords, **flags: bool | None) -> Asked:
+    """Return what the keywords of an answer ask for; `flags` are checked beside them.
 
     Raises `FasteagleError`; for unknown keywords `TypeError`.
     """
     left: dict[str, Any] = {**keywords}
+    for name, value in {**flags, "speculate": left.get("speculate")}.items():
+        is_flag = value is None or isinstance(value, bool)  # the text "off" would count as True
+        require(is_flag, f"{name} {value!r} is neither True nor False")
     spec = _grammar_spec(left)
     names = {"logit_bias": "bias", "top_logprobs": "n_top", "speculate": "speculate"}
     names |= {name: name for name in ("presence_penalty", "frequency_penalty")}
