@@ -97,7 +97,7 @@ class Repl:
     def _handle(self, line: str) -> bool:
         """Act on one line and return True to leave; print mistakes and keep the conversation."""
         try:
-            if line.startswith("/"):
+            if line.startswith("/") and "\n" not in line:
                 return self._command(*_split(line.strip()))
             self._print(self.session.ask(line))
         except FasteagleError as error:

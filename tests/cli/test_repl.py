@@ -92,6 +92,11 @@ def test_commands(typed):
     assert "Be brief." in typed("/system")
 
 
+def test_a_text_of_several_lines_is_no_command(typed):
+    shown = typed("/usr/bin/python: no such file\nWhat is wrong?")
+    assert "prefill" in shown and "no command" not in shown
+
+
 def test_setting_options(typed):
     typed("/set temperature=0.5;top-p=0.8;seed=23;max_new_tokens=3;stop=a,b")
     shown = typed("/show")
