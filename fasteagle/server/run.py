@@ -28,6 +28,11 @@ def check_exposed(options: ServeOptions, api_key: str | None) -> None:
     """Refuse to serve other machines without a key, unless asked to."""
     if api_key == "":
         raise FasteagleError("the API key is empty: give one, or leave --api-key out")
+    if api_key is not None and (not api_key.isprintable() or api_key != api_key.strip()):
+        raise FasteagleError(
+            "the API key begins or ends with a blank, or holds a line break or wrong UTF-8: no "
+            "client can send it"
+        )
     if api_key is not None and options.allow_anyone:
         raise FasteagleError(
             "--allow-anyone and --api-key (FASTEAGLE_API_KEY) contradict each other: give one"

@@ -409,6 +409,9 @@ def test_other_machines_need_a_key():
         run.check_exposed(ServeOptions(host=host), None)
     with pytest.raises(FasteagleError, match="API key is empty"):
         run.check_exposed(ServeOptions(), "")
+    for key in ("key\n", " key", "k\udcffy"):  # of a file, of bytes that are no UTF-8
+        with pytest.raises(FasteagleError, match="no client can send it"):
+            run.check_exposed(ServeOptions(), key)
 
 
 def test_defaults_of_the_command_line(loaded):
