@@ -101,7 +101,7 @@ def test_compiled_pieces_are_the_eager_ones(target, algorithm, params):
 @needs_compiler
 def test_answers_beside_each_other_share_compiled_pieces(target):
     """No value of a sibling's state or drafter was compiled in."""
-    head = random_head(target)
+    head = random_head(target, eagle3=eagle3_of("eagle3", target.config))
     engine = Engine(target, 512, drafter=EagleDrafter(head, TREE, 512))
     jobs = [(PROMPT, 30), (PROMPT[:5], 20), ([7, 8, 9] * 20, 25)]
     params = [SamplingParams(0.8, seed=seed) for seed in range(3)]
@@ -151,9 +151,9 @@ def test_a_number_of_another_variant_is_a_constant(monkeypatch):
 def test_graphs_hold_compiled_pieces(target):
     """As on CUDA, where every way to draw is compiled and then captured."""
     params = DRAWN[3]
-    engine = captured_engine(target, 256)
-    engine.use(EagleDrafter(random_head(target), TREE, 256))
-    expected = answer(Engine(target, 256), params=params)
+    engine = captured_engine(target, 512)
+    engine.use(EagleDrafter(random_head(target), TREE, 512))
+    expected = answer(Engine(target, 512), params=params)
     engine.on_cpu = False
     compiler = CycleCompiler(engine, SamplingMode.of(params, target.config.vocab_size))
     compiler.compile()
