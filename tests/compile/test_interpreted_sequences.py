@@ -225,7 +225,6 @@ def test_a_planted_fault_is_seen(name, kernels_on_cpu):
 # drafting, shape, KV cache, target, temperature of each text, whether cycles are replayed
 BATCHES = [
     ("eagle1", TREE, "auto", "gqa", (0, 0), True),
-    ("eagle1", TREE, "auto", "gqa", (0, 0.8, 0), False),
     ("eagle3", FUSED, "int8", "gqa", (0.7, 0.8, 1.2), True),
     ("eagle3", TREE, "auto", "shared expert", (0, 0.8, 0), False),
     (None, None, "auto", "qwen3", (0, 0.8, 0), True),
