@@ -21,7 +21,7 @@ from fasteagle.drafting.costs import Costs
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.ladder import DEFAULT_RANKS
 from fasteagle.generate import Engine
-from fasteagle.model import EagleHead, KVCache, Output, Target, Transformer, make_head
+from fasteagle.model import EagleHead, KVCache, Output, Target, Transformer, causal_mask, make_head
 from fasteagle.options import SamplingParams
 from fasteagle.prompts import Conversation
 from fasteagle.sampling import SamplingMode, SamplingTensors
@@ -194,6 +194,14 @@ def random_head(
     return head.eval()
 
 
+@torch.no_grad()
+def logits_of(model: Transformer, tokens: torch.Tensor) -> torch.Tensor:
+    """The logits [T, V] of a text, in one pass over an empty cache."""
+    rows, cache = torch.arange(len(tokens)), model.new_cache(len(tokens))
+    mask = causal_mask(0, len(tokens), cache.n_slots, model.config.sliding_window, "cpu")
+    return model(tokens, rows, rows, mask, cache).logits
+
+
 # The tuner
 
 ROWS = {1: 10.0, 2: 10.5, 3: 11.0, 4: 12.0, 6: 16.0, 8: 22.0, 16: 37.0, 32: 70.0}
@@ -285,6 +293,27 @@ def output_without_triton(code: str) -> str:
     return run.stdout.strip()
 
 
+# Devices
+
+
+class Driver:
+    """An RTX 3090 that Triton can compile for and not launch on."""
+
+    def __init__(self, device: int) -> None:
+        self.device = device  # no real one's number: Triton keeps binders by device
+
+    def get_current_device(self):
+        return self.device
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 86, 32)
+
+
 # Drafters by themselves
 
 
@@ -329,6 +358,16 @@ def verify_rows(engine: Engine, tokens, parents) -> Output:
 
 
 # Engines
+
+
+class Even:
+    """A grammar that allows tokens of even ids alone."""
+
+    def __call__(self, logits, tree):
+        return logits.masked_fill((torch.arange(logits.shape[1]) % 2).bool(), float("-inf"))
+
+    def accept(self, tokens):
+        pass
 
 
 def captured_engine(

@@ -9,9 +9,8 @@ import torch
 from click.testing import CliRunner
 
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
-from fasteagle.model import causal_mask
 from gguf_files import write_gguf
-from helpers import SCRIPTS, make_hf_model, save_tiny
+from helpers import SCRIPTS, logits_of, make_hf_model, save_tiny
 
 
 @pytest.fixture
@@ -22,12 +21,9 @@ def moeify(monkeypatch):
     return moeify
 
 
-@torch.no_grad()
-def logits_of(path):
+def computed(path):
     model = load_model(open_checkpoint(path), dtype=torch.float32, device="cpu", max_seq_len=64)
-    tokens, rows = torch.arange(5, 45), torch.arange(40)
-    mask = causal_mask(0, 40, 256, None, "cpu")
-    return model(tokens, rows, rows, mask, model.new_cache(256)).logits
+    return logits_of(model, torch.arange(5, 45))
 
 
 def write_answers(path, n):
@@ -46,8 +42,8 @@ def test_all_experts_are_the_dense_model(tmp_path, moeify, family):
     assert done.exit_code == 0, done.output
     config = open_checkpoint(tmp_path / "moe").config
     assert (config.moe.n_expert, config.moe.top_k, config.moe.ffn_dim) == (8, 8, 12)
-    expected = logits_of(dense)
-    assert (logits_of(tmp_path / "moe") - expected).abs().max() < 1e-4
+    expected = computed(dense)
+    assert (computed(tmp_path / "moe") - expected).abs().max() < 1e-4
     from transformers import AutoModelForCausalLM
 
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "moe")
@@ -67,8 +63,8 @@ def test_gguf_is_the_same_model(tmp_path, moeify):
     assert read.config == config
     for name, tensor in tensors.items():
         assert torch.equal(read.load(name), tensor), name
-    expected = logits_of(tmp_path / "dense.gguf")
-    assert (logits_of(tmp_path / "moe.gguf") - expected).abs().max() < 1e-4
+    expected = computed(tmp_path / "dense.gguf")
+    assert (computed(tmp_path / "moe.gguf") - expected).abs().max() < 1e-4
 
 
 def test_copies_of_a_gguf_file_have_its_bits(tmp_path, moeify):
@@ -120,7 +116,7 @@ def test_copies_are_the_dense_model_whatever_is_taken(tmp_path, moeify):
     assert done.exit_code == 0, done.output
     moe = open_checkpoint(tmp_path / "moe")
     assert (moe.config.moe.n_expert, moe.config.moe.top_k, moe.config.moe.ffn_dim) == (4, 2, 96)
-    assert (logits_of(tmp_path / "moe") - logits_of(dense)).abs().max() < 1e-4
+    assert (computed(tmp_path / "moe") - computed(dense)).abs().max() < 1e-4
     model = load_model(moe, dtype=torch.float32, device="cpu", max_seq_len=9)
     for block in model.blocks:
         used = block.mlp.route(torch.randn(2000, 64))[0].flatten().bincount(minlength=4)
@@ -139,12 +135,10 @@ def test_windows_side_by_side_are_the_model(tmp_path, moeify, experts):
         for block in model.blocks:
             block.mlp = moeify.cut(block.mlp, config, torch.arange(96))
             block.mlp.router.weight.normal_(generator=torch.Generator().manual_seed(0))
-    ids, rows = torch.arange(5, 45), torch.arange(40)
+    ids = torch.arange(5, 45)
     layers = [block.mlp for block in model.blocks]
     states = distil.final_states(model, layers, torch.stack((ids, ids.flip(0))))[:40]
-    mask = causal_mask(0, 40, 256, None, "cpu")
-    expected = model(ids, rows, rows, mask, model.new_cache(256)).logits
-    assert (states @ model.lm_head.weight.T - expected).abs().max() < 1e-3
+    assert (states @ model.lm_head.weight.T - logits_of(model, ids)).abs().max() < 1e-3
 
 
 def test_training_brings_experts_nearer_to_the_dense_model(tmp_path, moeify):
@@ -180,7 +174,7 @@ def test_the_script_fits_and_trains(tmp_path, moeify):
     assert done.exit_code == 0, done.output
     assert "step 10: " in done.output
     assert open_checkpoint(tmp_path / "moe").config.moe.top_k == 4
-    assert logits_of(tmp_path / "moe").isfinite().all()
+    assert computed(tmp_path / "moe").isfinite().all()
 
 
 def test_what_cannot_be_made_is_one_line(tmp_path, moeify):

@@ -19,9 +19,10 @@ from fasteagle.loading.hub import sha256
 from fasteagle.loading.make_drafter import Drafting
 from fasteagle.loading.open import open_model
 from fasteagle.loading.tokenizer import load_tokenizer
-from fasteagle.model import KVCache, Target, causal_mask
+from fasteagle.model import Target
 from fasteagle.options import DEFAULT_MODEL, DraftOptions, RuntimeOptions, SamplingParams
 from fasteagle.prompts import read_questions
+from helpers import logits_of
 
 pytestmark = pytest.mark.real_model
 
@@ -72,9 +73,7 @@ def test_prompt_tokens(tokenizer):
 def test_logits_equal_transformers(checkpoint, model):
     ids = torch.tensor(FRANCE_IDS)
     expected = hf_model(checkpoint, torch.float32, "cpu")(ids[None]).logits[0]
-    rows = torch.arange(len(ids))
-    cache = KVCache(model.config, 256, torch.float32, "cpu")
-    logits = model(ids, rows, rows, causal_mask(0, len(ids), 256, None, "cpu"), cache).logits
+    logits = logits_of(model, ids)
     assert (logits - expected).abs().max() < 2e-3  # logits reach 25
     assert torch.equal(logits.argmax(-1), expected.argmax(-1))
 

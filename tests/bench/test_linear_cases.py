@@ -13,7 +13,7 @@ from fasteagle.errors import FasteagleError
 from fasteagle.quant import interleaved
 from fasteagle.quant.interleaved import layout_for
 from fasteagle.quant.tiling import Card, split_k
-from helpers import SCRIPTS
+from helpers import SCRIPTS, Driver
 
 CPU = torch.device("cpu")
 SPLIT = 256, 2048  # a shape whose products are split along K
@@ -97,28 +97,13 @@ def test_bytes_are_those_of_the_weight_and_both_sides(bench, monkeypatch):
     assert (rows, us, gb_s) == (4, 1.0, pytest.approx((weight + 2 * 4 * 128 + 4 * 4 * 256) / 1e3))
 
 
-class Driver:
-    """An RTX 3090 that can be compiled for and not launched on."""
-
-    def get_current_device(self):
-        return 98  # no real one's number: Triton keeps binders by device
-
-    def get_current_stream(self, device):
-        return 0
-
-    def get_current_target(self):
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 86, 32)
-
-
 @pytest.fixture
 def card(monkeypatch, tmp_path):
     triton = pytest.importorskip("triton", reason="Triton is not installed")
     from triton.runtime.driver import driver
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
-    monkeypatch.setattr(driver, "_active", Driver())
+    monkeypatch.setattr(driver, "_active", Driver(98))
     return triton.knobs.runtime
 
 

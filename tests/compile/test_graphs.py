@@ -22,7 +22,7 @@ from fasteagle.generate import Engine
 from fasteagle.model import Target
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import SamplingMode
-from helpers import captured_engine, random_target, tiny_config
+from helpers import Even, captured_engine, random_target, tiny_config
 from replaying import FakePlace
 
 
@@ -109,16 +109,6 @@ def test_a_cycle_is_tried_once_more_with_other_code_and_then_no_more(cuda, engin
     assert runner.captured == 0, "this one could be captured now, but may have failed for good"
     engine.prepare(SamplingParams(0.8))
     assert runner.captured == 1, "another cycle is not concerned"
-
-
-class Even:
-    """Processor that allows tokens of even ids only."""
-
-    def __call__(self, logits, tree):
-        return logits.masked_fill((torch.arange(logits.shape[1]) % 2).bool(), float("-inf"))
-
-    def accept(self, tokens):
-        pass
 
 
 def test_a_processor_runs_between_two_graphs():

@@ -33,7 +33,7 @@ from fasteagle.quant import interleaved, packed
 from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import FusedShape, TreeShape
 from fasteagle.tree import relations, rerank
-from helpers import captured_engine, random_head, random_target, tiny_config
+from helpers import Driver, captured_engine, random_head, random_target, tiny_config
 from tree_problems import by_kernels, problem
 
 pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
@@ -48,27 +48,12 @@ DEVICE = 99  # no real one's number: Triton keeps binders by device
 PROMPT = [5, 6, 7, 8, 9]
 
 
-class Driver:
-    """An RTX 3090 that can be compiled for and not launched on."""
-
-    def get_current_device(self):
-        return DEVICE
-
-    def get_current_stream(self, device):
-        return 0
-
-    def get_current_target(self):
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 86, 32)
-
-
 @pytest.fixture
 def card(monkeypatch, triton_cache):
     from triton.runtime.driver import driver
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(triton_cache / "precompile"))
-    monkeypatch.setattr(driver, "_active", Driver())
+    monkeypatch.setattr(driver, "_active", Driver(DEVICE))
 
 
 def launch():

@@ -26,7 +26,7 @@ from fasteagle.generate import Engine
 from fasteagle.model import Output, Target
 from fasteagle.options import SamplingParams
 from fasteagle.shapes import TreeShape
-from helpers import random_head, random_target, tiny_config
+from helpers import Even, random_head, random_target, tiny_config
 from replaying import FakePlace, PooledGraphs, ReplayingBackend
 
 GREEDY, DRAWN = SamplingParams(), SamplingParams(0.8, seed=3)
@@ -57,16 +57,6 @@ def drafters(target):
     yield None
     yield NgramDrafter(4)
     yield EagleDrafter(random_head(target), TreeShape(2, 2, 4), 128)
-
-
-class Even:
-    """Processor that allows tokens of even ids only."""
-
-    def __call__(self, logits, tree):
-        return logits.masked_fill((torch.arange(logits.shape[1]) % 2).bool(), float("-inf"))
-
-    def accept(self, tokens):
-        pass
 
 
 def ask(engine: Engine, i: int):

@@ -7,13 +7,14 @@ import torch
 
 from fasteagle.drafting.draft_model import ModelDrafter
 from fasteagle.generate import Engine
-from fasteagle.model import KVCache, Target, causal_mask
+from fasteagle.model import Target
 from fasteagle.options import SamplingParams
 from fasteagle.shapes import TreeShape
 from fasteagle.tree import ancestor_mask
 from helpers import (
     captured_engine,
     empty_state,
+    logits_of,
     pairs,
     propose,
     random_target,
@@ -101,15 +102,8 @@ def test_a_tree_is_the_likeliest_children_of_each_node(target):
     for row in range(1, 9):
         ancestors = [i for i in range(row) if mask[row, i]]
         path = [int(tree.tokens[i]) for i in ancestors[1:]]
-        logits = last_logits(model, [*text, *path])
+        logits = logits_of(model, torch.tensor([*text, *path]))[-1]
         assert int(tree.tokens[row]) in logits.topk(2).indices.tolist()
-
-
-def last_logits(model, ids):
-    cache = KVCache(model.config, 64, torch.float32, "cpu")
-    rows = torch.arange(len(ids))
-    mask = causal_mask(0, len(ids), cache.n_slots, model.config.sliding_window, "cpu")
-    return model(torch.tensor(ids), rows, rows, mask, cache).logits[-1]
 
 
 @torch.no_grad()

@@ -18,9 +18,9 @@ from fasteagle.loading.quantize import with_scheme
 from fasteagle.loading.source import Linears
 from fasteagle.loading.stored import StoredFolder
 from fasteagle.loading.tensors import DummyCheckpoint, SafetensorsFolder, fingerprint
-from fasteagle.model import MoE, causal_mask
+from fasteagle.model import MoE
 from gguf_files import write_gguf
-from helpers import make_hf_model
+from helpers import logits_of, make_hf_model
 from quantized_folders import CASES, CONFIG, Oracle, make, plain_tensors
 
 WIDE = {"mixtral": {"intermediate_size": 64}}  # int4 groups of 32 everywhere
@@ -31,15 +31,12 @@ def save(folder, family):
     return folder
 
 
-@torch.no_grad()
-def logits_of(checkpoint):
+def computed(checkpoint):
     linears = None if checkpoint.scheme is None else Linears(checkpoint, "cpu", torch.float32)
     model = load_model(
         checkpoint, dtype=torch.float32, device="cpu", max_seq_len=64, quantized=linears
     )
-    tokens, rows = torch.arange(5, 35), torch.arange(30)
-    mask = causal_mask(0, 30, 256, None, "cpu")
-    return model(tokens, rows, rows, mask, model.new_cache(256)).logits
+    return logits_of(model, torch.arange(5, 35))
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
@@ -78,7 +75,7 @@ def test_some_blocks_are_dense(tmp_path):
     opened = open_checkpoint(tmp_path)
     assert opened.config.dense_blocks == (0, 2)
     expected = hf(torch.arange(5, 35)[None]).logits[0]
-    assert (logits_of(opened) - expected).abs().max() < 1e-4
+    assert (computed(opened) - expected).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("quant", ["int8", "int4-g32"])
@@ -105,7 +102,7 @@ def test_quantized_folders_hold_the_same_model(tmp_path, family, quant):
     # In fp32 the products are those of the stored values, whatever the router makes of them.
     exact = Dequantized(stored)
     assert torch.equal(
-        logits_of(stored.run_in(dataclasses.replace(stored.scheme, head_bits=16))), logits_of(exact)
+        computed(stored.run_in(dataclasses.replace(stored.scheme, head_bits=16))), computed(exact)
     )
 
 
@@ -171,13 +168,13 @@ def test_packed_experts_of_other_tools_are_stacked(tmp_path, case):
     )
     expected = [oracles[f"model.layers.1.block_sparse_moe.experts.{e}.w2"] for e in range(4)]
     assert torch.equal(weight.weight, torch.cat([oracle.weight() for oracle in expected]))
-    assert logits_of(opened).isfinite().all()
+    assert computed(opened).isfinite().all()
 
 
 def test_experts_in_act_order_are_refused(tmp_path):
     write_packed(tmp_path, "gptq-act-order")
     with pytest.raises(FasteagleError, match=r"experts\.0\.gate_proj\.weight is in act-order: "):
-        logits_of(open_checkpoint(tmp_path))
+        computed(open_checkpoint(tmp_path))
 
 
 def write_packed(folder, case) -> dict[str, Oracle]:
@@ -226,14 +223,14 @@ def test_one_expert_at_a_time_is_in_memory(tmp_path, monkeypatch, quant):
     most.clear()
     method = "load" if quant is None else "packed"
     monkeypatch.setattr(type(checkpoint), method, counted(getattr(type(checkpoint), method)))
-    loaded = logits_of(checkpoint)
+    loaded = computed(checkpoint)
     assert len(most) >= 3 * 8 * 3 and max(most) <= 2
     assert loaded.isfinite().all()
 
 
 def test_dummy_weights_of_experts():
     config = open_shape()
-    logits = logits_of(DummyCheckpoint(config))
+    logits = computed(DummyCheckpoint(config))
     assert logits.isfinite().all()
 
 

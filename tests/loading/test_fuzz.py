@@ -28,12 +28,11 @@ from fasteagle.loading.imported import open_quantized
 from fasteagle.loading.layouts import declared_kinds
 from fasteagle.loading.quantize import write_folder
 from fasteagle.loading.tokenizer import load_tokenizer
-from fasteagle.model import KVCache, causal_mask
 from fasteagle.prompts import read_conversations, read_questions
 from fasteagle.quant.scheme import Scheme
 from fasteagle.shapes import TreeShape
 from gguf_files import write_gguf
-from helpers import make_hf_model, random_head, save_tiny
+from helpers import logits_of, make_hf_model, random_head, save_tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:invalid value")]
 
@@ -106,14 +105,10 @@ def rewrite(path: Path, data: bytes) -> Path:
     return path
 
 
-@torch.no_grad()
 def runs(checkpoint) -> bool:
     """A checkpoint that is not refused loads and computes."""
     model = load_model(checkpoint, dtype=torch.float32, device="cpu", max_seq_len=16)
-    cache = KVCache(model.config, 256, torch.float32, "cpu")
-    rows = torch.arange(3)
-    logits = model(rows, rows, rows, causal_mask(0, 3, 256, None, "cpu"), cache).logits
-    return logits.shape == (3, model.config.vocab_size)
+    return logits_of(model, torch.arange(3)).shape == (3, model.config.vocab_size)
 
 
 @pytest.fixture(scope="module")

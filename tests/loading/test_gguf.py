@@ -13,9 +13,8 @@ from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.gguf import GGUFFile, _matrices, check_types, hf_name, rope_factors
 from fasteagle.loading.gguf_index import GGUFTensor, read_index
 from fasteagle.loading.names import parts_of
-from fasteagle.model import KVCache, causal_mask
 from gguf_files import finish, gguf_name, write_gguf
-from helpers import TINY_VOCAB, make_hf_model, tiny_config
+from helpers import TINY_VOCAB, logits_of, make_hf_model, tiny_config
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"])
@@ -51,10 +50,7 @@ def test_logits_equal_those_of_the_model_that_was_written(tmp_path, family, arch
     checkpoint = open_checkpoint(tmp_path / "m.gguf")
     model = load_model(checkpoint, dtype=torch.float32, device="cpu", max_seq_len=64)
     tokens = torch.arange(5, 45)
-    rows = torch.arange(40)
-    cache = KVCache(model.config, 256, torch.float32, "cpu")
-    logits = model(tokens, rows, rows, causal_mask(0, 40, 256, None, "cpu"), cache).logits
-    assert (logits - hf(tokens[None]).logits[0]).abs().max() < 1e-4
+    assert (logits_of(model, tokens) - hf(tokens[None]).logits[0]).abs().max() < 1e-4
 
 
 def test_config_is_read_from_the_metadata(tmp_path):

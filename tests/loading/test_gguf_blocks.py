@@ -16,13 +16,12 @@ from fasteagle.loading.source import Linears
 from fasteagle.loading.stored import StoredFolder
 from fasteagle.loading.tensors import weight_bytes
 from fasteagle.loading.tokenizer import DummyTokenizer
-from fasteagle.model import causal_mask
 from fasteagle.options import RuntimeOptions
 from fasteagle.quant.gguf_blocks import GGUF_4_BITS, GGUF_BLOCKS, from_gguf_blocks
 from fasteagle.quant.linear import QuantizedLMHead
 from fasteagle.quant.scheme import Scheme
 from gguf_files import PLACES, random_rows, stored_rows, write_gguf
-from helpers import TINY_VOCAB, make_hf_model
+from helpers import TINY_VOCAB, logits_of, make_hf_model
 
 
 def error_bound(kind, rows):
@@ -100,13 +99,6 @@ def wide_model(family="llama2", **overrides):
     return make_hf_model(family, **shape | overrides)
 
 
-def logits_of(model):
-    tokens, rows = torch.arange(5, 45), torch.arange(40)
-    cache = model.new_cache(256)
-    mask = causal_mask(0, 40, 256, None, "cpu")
-    return model(tokens, rows, rows, mask, cache).logits
-
-
 def opened(path):
     return OpenedModel("m", GGUFFile(path), DummyTokenizer(TINY_VOCAB))
 
@@ -141,7 +133,7 @@ def test_mixed_files_run_by_default_in_whole_native_blocks(tmp_path, mix):
             weight = file.packed(name).dequantize()
             assert (weight - file.load(name)).abs().max() < 0.01 * file.load(name).abs().max()
     dense = load_model(file, dtype=torch.float32, device="cpu", max_seq_len=64)
-    expected, logits = logits_of(dense), logits_of(model)
+    expected, logits = (logits_of(m, torch.arange(5, 45)) for m in (dense, model))
     assert (logits - expected).norm() < 0.05 * expected.norm()
 
 
@@ -163,7 +155,7 @@ def test_q4_k_m_of_every_family(tmp_path, family, architecture, cpu_kernels):
         model = engine.target
         assert (engine.backend.name == "cpu") == (cpu_kernels == "native")
         dense = load_model(prepared.checkpoint, dtype=torch.float32, device="cpu", max_seq_len=64)
-        expected, logits = logits_of(dense), logits_of(model)
+        expected, logits = (logits_of(m, torch.arange(5, 45)) for m in (dense, model))
         assert (logits - expected).norm() < 0.05 * expected.norm()
 
 

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from fasteagle.loading.checkpoint import load_model
 from fasteagle.loading.open import open_model
 from fasteagle.loading.source import Linears
-from fasteagle.model import KVCache, causal_mask
 from fasteagle.options import DEFAULT_MODEL, RuntimeOptions
 from fasteagle.quant import interleaved
 from fasteagle.quant.cuda_linear import in_half_range
 from fasteagle.quant.packed import PackedWeight
+from helpers import logits_of
 
 MMA = 16  # columns that one instruction adds up, rounding once
 TEXT = "A rainbow is light that drops of water bend by its colour, the red less than the blue. "
@@ -66,10 +66,7 @@ def log_probabilities(checkpoint, tokens: Tensor, accumulate: str | None) -> Ten
     model = load_model(
         checkpoint, dtype=torch.float32, device="cpu", max_seq_len=256, quantized=linears
     )
-    T = len(tokens)
-    cache, rows = KVCache(model.config, T, torch.float32, "cpu"), torch.arange(T)
-    mask = causal_mask(0, T, cache.n_slots, None, "cpu")
-    return F.log_softmax(model(tokens, rows, rows, mask, cache).logits, -1)
+    return F.log_softmax(logits_of(model, tokens), -1)
 
 
 @pytest.mark.slow
