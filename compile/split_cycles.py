@@ -11,15 +11,13 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fasteagle.decoding import launch
 from fasteagle.decoding.cycle import Pieces, Proposal
+from fasteagle.decoding.launch import Capture
 from fasteagle.drafting.base import Drafter
 from fasteagle.model import Output, Target
 from fasteagle.state import CycleSpec, DecodeState
 from fasteagle.tree import Pool
 
-# Captures a step and returns the function that replays it.
-Capture = Callable[[Callable[[], None]], Callable[[], None]]
 Variant = TypeVar("Variant")
 Result = TypeVar("Result")
 Inputs = TypeVar("Inputs")
@@ -61,9 +59,7 @@ class SharedRuns(Generic[Variant, Inputs, Result]):
         self._runs: dict[Variant, tuple[Shared[Inputs, Result], Callable[[], None], Result]] = {}
         self.is_captured = True  # False: a capture failed
 
-    def __call__(
-        self, variant: Variant, inputs: Inputs, capture: launch.Capture | None = None
-    ) -> Result:
+    def __call__(self, variant: Variant, inputs: Inputs, capture: Capture | None = None) -> Result:
         """Return the result over `inputs`; where it is replayed, the next call overwrites it."""
         if variant not in self._runs:
             shared = self._make(variant, inputs)
@@ -113,11 +109,12 @@ def capture_split(
     drafter: Drafter | None,
     spec: CycleSpec,
     pieces: Pieces,
-    capture: Capture,
+    capture: Callable[[Callable[[], None]], Callable[[], None]],
     pool: Pool | None = None,
 ) -> SplitCycle:
     """Capture both parts of a cycle of `spec`; `pool` is the memory of its candidates, if given.
 
+    `capture` captures a step and returns the function that replays it.
     Rows past the text change, in the cache too: the cycle has not begun yet.
     """
     draft, proposal = lasting(lambda: pieces.draft(state, drafter, spec))

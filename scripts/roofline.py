@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from fasteagle.bench.roofline import (
 )
 from fasteagle.bench.row_spec import RowSpec, check_tau, parse_rows
 from fasteagle.cli.command import Script
-from fasteagle.cli.options import comma_list
+from fasteagle.cli.options import Numbers, comma_list
 from fasteagle.config import HeadConfig, ModelConfig
 from fasteagle.device import device_name, pick_device
 from fasteagle.errors import FasteagleError
@@ -85,6 +85,7 @@ COUNTS = (1, 8, 16, 32, 64)  # rows of the table of products
 @click.option("--table", is_flag=True, help="Captured cycles of 7B to 70B on four cards.")
 @click.option(
     "--batch",
+    type=Numbers(),
     help="Comma list of sequences that share a captured pass: predicted total speeds, and how many "
     "fit the card. Draft heads run over one sequence after another: the last two columns.",
 )
@@ -94,7 +95,7 @@ def main(
     fp16_accumulate: bool,
     terms: bool,
     table: bool,
-    batch: str | None,
+    batch: tuple[int, ...] | None,
     record: Path | None,
     **settings: Any,
 ) -> None:
@@ -129,10 +130,9 @@ def main(
         if batch is None:
             print_terms(where, config, head, fp16_accumulate, **settings)
             return
-        sizes = [int(size) if size.isdecimal() else 0 for size in comma_list(batch)]
-        if not sizes or min(sizes) < 1:
-            raise FasteagleError(f"--batch {batch} is no list of sizes from 1 on: try 1,2,4,8")
-        print_batches(where, config, head, fp16_accumulate, sizes, **settings)
+        if min(batch) < 1:
+            raise FasteagleError(f"batch {min(batch)} is out of range: use 1 or more")
+        print_batches(where, config, head, fp16_accumulate, batch, **settings)
         return
     if not record:
         on_cpu = where is None and pick_device("auto").type == "cpu"
@@ -299,7 +299,7 @@ def print_batches(
     config: ModelConfig,
     head: HeadConfig,
     fp16: bool,
-    sizes: list[int],
+    sizes: Sequence[int],
     **settings: Any,
 ) -> None:
     """Print the predicted total speeds of several sequences at each precision, in Markdown.

@@ -32,7 +32,7 @@ from fasteagle.bench.run import run
 from fasteagle.bench.several import HEADINGS, largest_batch, measure_sizes
 from fasteagle.bench.simulate import check_simulated
 from fasteagle.cli.command import Script
-from fasteagle.cli.options import BENCH_MODEL, DRAFT, FILE, comma_list, groups
+from fasteagle.cli.options import BENCH_MODEL, DRAFT, FILE, Numbers, comma_list, groups
 from fasteagle.errors import FasteagleError, note
 from fasteagle.llm import MOST_AT_ONCE, open_llm
 from fasteagle.loading.open import open_dummy, open_model
@@ -84,6 +84,7 @@ OF_ROWS += ("save_outputs", "plot_path")
 @click.option("--simulate-tau", type=float, help="Tokens per cycle of eagle rows on dummy weights.")
 @click.option(
     "--batch",
+    type=Numbers(),
     help="Comma list of answers at once: their total speed, plain and with the default drafter, "
     "instead of --rows.",
 )
@@ -97,7 +98,7 @@ def main(
     rows: str,
     precision: str | None,
     load_format: str,
-    batch: str | None,
+    batch: tuple[int, ...] | None,
     json_path: Path | None,
     save_outputs: bool,
     plot_path: Path | None,
@@ -106,7 +107,8 @@ def main(
 ) -> None:
     """Measure tokens per second; see the module's docstring for examples."""
     precisions = _precisions(precision, runtime_options)
-    sizes = None if batch is None else _sizes(batch)
+    if batch is not None:
+        _check_batch(batch)
     options = BenchOptions(model, comma_list(rows), precisions, **settings)
     if plot_path:
         check_plot(plot_path)
@@ -114,8 +116,8 @@ def main(
         require_writable(json_path)
     check_simulated(options, runtime_options, load_format == "dummy")
     questions = read_questions(options.data, options.limit)
-    if sizes is not None:
-        report = several(sizes, options, runtime_options, questions, md)
+    if batch is not None:
+        report = several(batch, options, runtime_options, questions, md)
         if json_path:
             _write(json_path, report)
         return
@@ -134,7 +136,7 @@ def main(
 
 
 def several(
-    sizes: list[int],
+    sizes: Sequence[int],
     options: BenchOptions,
     runtime_options: RuntimeOptions,
     questions: Sequence[Question],
@@ -157,18 +159,17 @@ def _write(path: Path, report: dict[str, Any]) -> None:
     write_atomic(path, json.dumps(report, indent=1, default=str).encode())
 
 
-def _sizes(names: str) -> list[int]:
-    """Return the sizes that --batch names; raise `FasteagleError`, also for options of rows."""
+def _check_batch(sizes: Sequence[int]) -> None:
+    """Raise `FasteagleError` for sizes of --batch that cannot be, and for options of rows."""
     context = click.get_current_context()
     for option in context.command.params:
         name = option.name or ""
         if name in OF_ROWS and context.get_parameter_source(name) is not ParameterSource.DEFAULT:
             flag = (*option.opts, *option.secondary_opts)[-1]
             raise FasteagleError(f"{flag} has no meaning with --batch: drop one")
-    sizes = [int(name) if name.isdecimal() else 0 for name in comma_list(names)]
-    if not sizes or not all(1 <= size <= MOST_AT_ONCE for size in sizes):
-        raise FasteagleError(f"--batch {names} is no list of 1 .. {MOST_AT_ONCE}: try 1,2,4,8")
-    return sizes
+    for size in sizes:
+        if not 1 <= size <= MOST_AT_ONCE:
+            raise FasteagleError(f"batch {size} is out of range: use 1 .. {MOST_AT_ONCE}")
 
 
 def _precisions(names: str | None, runtime: RuntimeOptions) -> tuple[str, ...]:

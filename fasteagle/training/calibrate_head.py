@@ -201,8 +201,8 @@ def _calibrate(
         """Return the training of a copy of `first` on the quantized target's features."""
         copied = copy.deepcopy(first).float().requires_grad_(True)
         train = training_options(n_steps, "eagle3" if aux_layers else "eagle1")
-        ids, origin = first.target_ids(), f"{key} {head.digest}"
-        return Trainer(copied, engine.model, store, held_out, ids, train, folder, origin)
+        ids = first.target_ids()
+        return Trainer(copied, engine.model, store, held_out, ids, train, folder, identity=key)
 
     def steps_within() -> int:
         """Return the number of steps that fit into --minutes, by the time of a few of them."""
