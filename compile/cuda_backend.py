@@ -115,6 +115,10 @@ class CudaBackend(Backend):
         return self._may_replay and (self._fuses or not self._has_experts)
 
     @property
+    def most_rows(self) -> int | None:  # type: ignore[override]
+        return MAX_ROWS if self._fuses else None
+
+    @property
     def leaves_blocks(self) -> bool:
         return not self._fuses
 

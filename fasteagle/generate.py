@@ -83,6 +83,12 @@ class Engine(Context):
                 f"tree-nodes {rows - 1:,} is out of range: max-seq-len {self.max_seq_len:,} leaves "
                 f"room for {self.fixed_slots - 2:,}"
             )
+        most = self.backend.most_rows
+        if most is not None and rows > most:
+            raise FasteagleError(
+                f"tree-nodes {rows - 1:,} is out of range: use at most {most - 1}, for passes of "
+                f"more than {most} rows round otherwise here than plain decoding does"
+            )
         self.shown = 0  # the drafter may have seen another conversation
         self.drafter = drafter
         if drafter is not None:

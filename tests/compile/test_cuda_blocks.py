@@ -14,12 +14,16 @@ import torch
 from device_checks import check_cache_in_8_bits, check_order, check_step_of_head
 from fasteagle.config import MoEConfig
 from fasteagle.drafting.draft_head import top_children
+from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.errors import FasteagleError
+from fasteagle.generate import Engine
 from fasteagle.model import CORE, RMSNorm, Target
 from fasteagle.quant.cuda_linear import InterleavedLinear
 from fasteagle.quant.linear import QuantizedLMHead
 from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import Scheme
-from helpers import random_target, tiny_config
+from fasteagle.shapes import TreeShape
+from helpers import random_head, random_target, tiny_config
 from interleaved_models import (
     CONFIGS,
     SEQ_LEN,
@@ -81,6 +85,18 @@ def test_operators_find_weights_while_anyone_runs_them():
     del target, shared
     gc.collect()
     assert address not in cuda_blocks._LIVING
+
+
+def test_a_tree_of_more_rows_than_the_kernels_take_is_refused():
+    """The core would run its pass, with other bits than plain decoding."""
+    target, _ = packed_target("gqa", n_layer=1)
+    head = random_head(target)
+    engine = Engine(target, 256, backend=KernelBackend(target))
+    engine.use(EagleDrafter(head, TreeShape(2, 8, 63), 256))
+    more = EagleDrafter(head, TreeShape(2, 8, 64), 256)
+    with pytest.raises(FasteagleError, match="tree-nodes 64 is out of range: use at most 63"):
+        engine.use(more)
+    Engine(target, 256).use(more)  # by the core no row has the bits that it has alone
 
 
 def by_the_core(x, scale, eps):
