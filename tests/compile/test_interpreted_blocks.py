@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 
 import pytest
@@ -13,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
 
 from device_checks import check_cache_in_8_bits, check_order, check_step_of_head, close, random_pool
-from fasteagle.compile import cuda_backend, cuda_ops
+from fasteagle.compile import cuda_backend, cuda_blocks, cuda_ops
 from fasteagle.compile.int8_cache import dense_rows
 from fasteagle.compile.kernels import block_kernels, draft_kernels, gate_kernels
 from fasteagle.drafting.draft_head import top_children
@@ -338,21 +339,25 @@ def test_of_equal_children_the_lowest_ids():
 
 
 class Recording(TorchDispatchMode):
-    """Keeps the first call of each operator of ours."""
+    """Keeps the first call of each operator of ours, and the weights that it finds."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls = {}
+        self.weights = {}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "fasteagle":
+        if function.namespace == "fasteagle" and function not in self.calls:
+            places = [t.data_ptr() for t in args if isinstance(t, Tensor)]
+            found = [cuda_blocks._LIVING[at] for at in places if at in cuda_blocks._LIVING]
+            self.weights[function] = found
             copies = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs or {}))
-            self.calls.setdefault(function, copies)
+            self.calls[function] = copies
         return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.slow
-def test_what_operators_declare():
+def test_what_operators_declare(monkeypatch):
     """What they write, what they return, and the same of fake tensors."""
     target, _ = packed_target("gqa", n_layer=1, vocab_size=64)
     head, _ = packed_head(random_head(target, eagle3=eagle3_of("eagle3", target.config)))
@@ -365,4 +370,7 @@ def test_what_operators_declare():
     expected = {"fused_blocks", "rms_norm", "top_children", "rerank", "relations"}
     assert names >= expected | {"move_rows"}
     for function, (args, kwargs) in recording.calls.items():
+        for weights in recording.weights[function]:  # `opcheck` copies the key, too
+            anywhere = collections.defaultdict(lambda weights=weights: weights)
+            monkeypatch.setattr(cuda_blocks, "_LIVING", anywhere)
         torch.library.opcheck(function, args, kwargs, test_utils=("test_schema", "test_faketensor"))
