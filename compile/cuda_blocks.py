@@ -135,7 +135,7 @@ class FusedBlocks:
     def __init__(self, blocks: Sequence[Block], masked: Ops = OPS) -> None:
         """Collect the weights of `blocks`; the core runs prompts, by ops `masked` and kernels."""
         assert all(fits(block) for block in blocks), "see fits"
-        self._blocks, self._masked = blocks, masked._replace(norm=apply_norm, place=place)
+        self._masked = masked._replace(norm=apply_norm, place=place)
         self._index = {id(block): i for i, block in enumerate(blocks)}
         self.shared = SharedWeights.of(list(blocks))
 
@@ -195,10 +195,10 @@ class FusedBlocks:
         """Run the single block of a draft head; see `Block.forward`."""
         rows = cos, sin, slots, visible
         if isinstance(visible, Tensor):
-            return self.run(self._blocks, [(k_cache, v_cache)], x, *rows, entry)
+            return self.run(self.shared.blocks, [(k_cache, v_cache)], x, *rows, entry)
         x = x.clamp(-LARGEST_FEATURE, LARGEST_FEATURE)  # no norm bounds it in EAGLE-1/2
         entry = None if entry is None else entry.half()
-        y = self.run(self._blocks, [(k_cache, v_cache)], x, *rows, entry)
+        y = self.run(self.shared.blocks, [(k_cache, v_cache)], x, *rows, entry)
         return y.clamp(-LARGEST_FEATURE, LARGEST_FEATURE)
 
 
@@ -272,37 +272,26 @@ def launch_blocks(
     window: int,
 ) -> Tensor:
     """Launch the kernels of `fused_blocks`, over caches of one sequence or of several."""
-    with on_device_of(x):
-        return _launch_blocks(x, entry, Rows(*rows), caches, _LIVING[key.data_ptr()], first, window)
-
-
-def _launch_blocks(
-    x: Tensor,
-    entry: Tensor | None,
-    rows: Rows,
-    caches: Sequence[Cache],
-    shared: SharedWeights,
-    first: int,
-    window: int,
-) -> Tensor:
     from fasteagle.compile.kernels.block_kernels import add, add_norm  # Triton exists with CUDA
 
-    settings, parts, half = shared.settings, None, torch.float16
-    for i, weights in enumerate(shared.weights[first : first + len(caches) // 2]):
-        normed = entry
-        if normed is None:
-            limit = 0.0 if weights.attention_norm is not None else MOST_UNNORMED
-            x, normed = add_norm(x, parts, weights.attention_norm, settings.eps, half, limit)
-        k_cache, v_cache = caches[2 * i : 2 * i + 2]
-        parts = _attention(normed, weights, rows, k_cache, v_cache, settings, window)
-        if weights.router is not None:
-            x, parts = run_experts(x, parts, weights, settings)
-        else:
-            x, normed = add_norm(x, parts, weights.mlp_norm, settings.eps, half)
-            parts = _mlp(normed, weights, settings.accumulate)
-        entry = None
-    assert parts is not None, "at least one block"
-    return add(x, parts)
+    shared, tree, parts = _LIVING[key.data_ptr()], Rows(*rows), None
+    settings, half = shared.settings, torch.float16
+    with on_device_of(x):
+        for i, weights in enumerate(shared.weights[first : first + len(caches) // 2]):
+            normed = entry
+            if normed is None:
+                limit = 0.0 if weights.attention_norm is not None else MOST_UNNORMED
+                x, normed = add_norm(x, parts, weights.attention_norm, settings.eps, half, limit)
+            k_cache, v_cache = caches[2 * i : 2 * i + 2]
+            parts = _attention(normed, weights, tree, k_cache, v_cache, settings, window)
+            if weights.router is not None:
+                x, parts = run_experts(x, parts, weights, settings)
+            else:
+                x, normed = add_norm(x, parts, weights.mlp_norm, settings.eps, half)
+                parts = _mlp(normed, weights, settings.accumulate)
+            entry = None
+        assert parts is not None, "at least one block"
+        return add(x, parts)
 
 
 def _attention(
@@ -364,8 +353,7 @@ def run_experts(
     from fasteagle.compile.kernels import expert_kernels
 
     gate_up, down, accumulate = weights.gate_up, weights.down, settings.accumulate
-    shared_gate_up, shared_down = weights.shared_gate_up, weights.shared_down
-    k, shares = settings.top_k, shared_down is not None
+    k, shares = settings.top_k, weights.shared is not None
     x, normed, scores = expert_kernels.norm_scores(
         x, parts, weights.mlp_norm, weights.router, settings.eps
     )
@@ -382,7 +370,8 @@ def run_experts(
     results = x.new_empty(k + shares, *x.shape)
     values, scales = expert_kernels.gated(normed, gate_up, routing, accumulate)
     expert_kernels.weighted(values, scales, down, routing, accumulate, results[:k])
-    if shared is not None and shared_gate_up is not None and shared_down is not None:
-        values, scales = expert_kernels.gated(normed, shared_gate_up, shared, accumulate)
-        expert_kernels.weighted(values, scales, shared_down, shared, accumulate, results[k:])
+    if shared is not None and weights.shared is not None:
+        gate_up, down = weights.shared
+        values, scales = expert_kernels.gated(normed, gate_up, shared, accumulate)
+        expert_kernels.weighted(values, scales, down, shared, accumulate, results[k:])
     return x, results

@@ -24,8 +24,7 @@ class BlockWeights(NamedTuple):
     mlp_norm: Tensor
     gate_up: InterleavedWeight
     down: InterleavedWeight
-    shared_gate_up: InterleavedWeight | None = None
-    shared_down: InterleavedWeight | None = None
+    shared: tuple[InterleavedWeight, InterleavedWeight] | None = None  # gate_up, down
     router: Tensor | None = None  # [X, D] in fp32, and behind it the gate of the shared expert
     choice_bias: Tensor | None = None  # [X] in fp32
 
@@ -51,9 +50,7 @@ def weights_of(block: Block) -> BlockWeights:
     gate, choice_bias = mlp.shared_gate, mlp.choice_bias
     scored = [mlp.router.weight] if gate is None else [mlp.router.weight, gate.weight]
     if mlp.shared is not None:
-        weights = weights._replace(
-            shared_gate_up=_packed(mlp.shared.gate_up), shared_down=_packed(mlp.shared.down)
-        )
+        weights = weights._replace(shared=(_packed(mlp.shared.gate_up), _packed(mlp.shared.down)))
     return weights._replace(
         router=torch.cat(scored).detach().float(),
         choice_bias=None if choice_bias is None else choice_bias.detach().float(),

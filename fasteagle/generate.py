@@ -27,7 +27,7 @@ from fasteagle.logits import LogitsProcessor
 from fasteagle.model import KEY_BLOCK, KVCache, Transformer
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import BAD_ROW, SamplingMode, draw
-from fasteagle.shapes import AnyShape
+from fasteagle.shapes import AnyShape, check_rows
 from fasteagle.state import MAX_DEPTH, PENDING, CycleSpec, runs_head
 from fasteagle.tree import chain
 from fasteagle.verify import PAD
@@ -74,21 +74,17 @@ class Engine(Context):
 
     def use(self, drafter: Drafter | None) -> None:
         """Draft with `drafter` from the next answer on; None: decode plainly."""
-        deepest = 0 if drafter is None else max(shape.depth for shape in drafter.shapes())
+        shapes = [] if drafter is None else drafter.shapes()
+        deepest = max((shape.depth for shape in shapes), default=0)
         if deepest > MAX_DEPTH:
             raise FasteagleError(f"tree-depth {deepest} is out of range: use at most {MAX_DEPTH}")
-        rows = 0 if drafter is None else max(shape.rows for shape in drafter.shapes())
+        rows = max((shape.rows for shape in shapes), default=0)
         if self.fixed_slots is not None and rows >= self.fixed_slots:
             raise FasteagleError(
                 f"tree-nodes {rows - 1:,} is out of range: max-seq-len {self.max_seq_len:,} leaves "
                 f"room for {self.fixed_slots - 2:,}"
             )
-        most = self.backend.most_rows
-        if most is not None and rows > most:
-            raise FasteagleError(
-                f"tree-nodes {rows - 1:,} is out of range: use at most {most - 1}, for passes of "
-                f"more than {most} rows round otherwise here than plain decoding does"
-            )
+        check_rows(rows, self.backend.most_rows)
         self.shown = 0  # the drafter may have seen another conversation
         self.drafter = drafter
         if drafter is not None:
@@ -183,8 +179,7 @@ class Engine(Context):
         if processor is not None:
             last = torch.tensor([prompt[-1]], device=self.device)
             logits = processor(logits, chain(last, torch.ones_like(last).bool()))
-        root = draw(logits, position, kind, state.sampling, seen)
-        return int(root)
+        return int(draw(logits, position, kind, state.sampling, seen))
 
     def _cycles(
         self,

@@ -27,6 +27,15 @@ class HeadShape(Shape):
         return self.depth  # type: ignore[attr-defined]
 
 
+def check_rows(rows: int, most: int | None) -> None:
+    """Raise `FasteagleError` for more rows than the `most_rows` of a backend."""
+    if most is not None and rows > most:
+        raise FasteagleError(
+            f"tree-nodes {rows - 1:,} is out of range: use at most {most - 1}, for passes of "
+            f"more than {most} rows round otherwise here than plain decoding does"
+        )
+
+
 def _check_sizes(nodes: int, depth: int, pool: int, sizes: str) -> None:
     """Raise `FasteagleError` unless a tree of `depth` levels can have so many nodes."""
     if nodes > pool:

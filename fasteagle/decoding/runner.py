@@ -264,9 +264,7 @@ class Backend:
     """
 
     parts: frozenset[str] = frozenset()  # that kernels run: products, passes, drafting, commits
-    # Most rows of a pass in which a row has the bits that it has alone; None: as many as there are,
-    # or no pass has them.
-    most_rows: int | None = None
+    most_rows: int | None = None  # of a pass that rounds as plain decoding does; None: no limit
 
     def __init__(self, target: Target, advice: Advice | None = None) -> None:
         self.name = "eager"  # or: compiled, cpu, cuda
