@@ -124,37 +124,52 @@ struct Dot {
 #endif
 };
 
-#if FASTEAGLE_ISA == 3 || FASTEAGLE_ISA == 1
-// Computes sums of a row's 32 inputs with 4-bit weights, four inputs of W outputs in each of `w`.
-// Pairs are added in 16 bits, where the eight pairs of a block are at most 8 * 2 * 15 * 127.
-[[gnu::always_inline]] inline VI short_products(const Bytes* w, const int8_t* q) {
-  VS sums = pairs(w[0], spread(q));
-  for (int j = 1; j < 8; j++) sums += pairs(w[j], spread(q + 4 * j));
-  return quads(sums);
-}
-#endif
+// Groups of W outputs that are multiplied at once. With AVX2 each quad of activations that is
+// spread over a register serves all 16 outputs: the core's limit is vector operations, loads
+// included.
+template <int BITS>
+constexpr int PARTS = BITS == 4 && FASTEAGLE_ISA == 1 ? 2 : 1;
 
-// Computes integer products of R rows of activations, 32 bytes each at `q`, with the W outputs of
-// one block at `line`, and passes them to `take` by row; `sums` correct for the bias of the
-// weights.
+// Computes integer products of R rows of activations, 32 bytes each at `q`, with PARTS * W outputs
+// of one block at `line`, and passes them to `take` by row and part; `sums` correct for the bias of
+// the weights.
 template <int R, int BITS, class F>
 [[gnu::always_inline]] inline void block_products(const uint8_t* line, const int8_t* q,
                                                   const int32_t* sums, int base, F take) {
-  const auto give = [&](int r, VI total) {
+  const auto give = [&](int r, int part, VI total) __attribute__((always_inline)) {
     if (base) [[unlikely]]
       total = (VI)((VU)total - uint32_t(base) * uint32_t(sums[r]));
-    take(r, total);
+    take(r, part, total);
   };
 #if FASTEAGLE_ISA == 3 || FASTEAGLE_ISA == 1
   if constexpr (BITS == 4) {
-    // Row by row, with the weights in registers, which leave no room for the sums of all rows.
-    Bytes w[8];
-    for (int j = 0; j < 4; j++) {
-      const Bytes values = load_bytes(line + j * 4 * COLUMNS);
-      w[j] = low(values), w[j + 4] = high(values);
-    }
-    for_each<R>([&](int r)
-                    __attribute__((always_inline)) { give(r, short_products(w, q + r * BLOCK)); });
+    // Row by row, with the weights of half a block's inputs in registers. Pairs are added in 16
+    // bits, where the eight pairs of a block are at most 8 * 2 * 15 * 127.
+    constexpr int P = PARTS<BITS>;
+    Bytes w[4][P];
+    VS totals[R][P];
+    const auto unpack = [&](auto half) __attribute__((always_inline)) {
+      for (int j = 0; j < 4; j++)
+        for (int p = 0; p < P; p++) w[j][p] = half(load_bytes(line + j * 4 * COLUMNS + p * 4 * W));
+    };
+    unpack([](Bytes v) __attribute__((always_inline)) { return low(v); });
+    for_each<R>([&](int r) __attribute__((always_inline)) {
+      for (int j = 0; j < 4; j++) {
+        const Bytes x = spread(q + r * BLOCK + 4 * j);
+        for (int p = 0; p < P; p++) {
+          const VS products = pairs(w[j][p], x);
+          totals[r][p] = j ? totals[r][p] + products : products;
+        }
+      }
+    });
+    unpack([](Bytes v) __attribute__((always_inline)) { return high(v); });
+    for_each<R>([&](int r) __attribute__((always_inline)) {
+      for (int j = 0; j < 4; j++) {
+        const Bytes x = spread(q + r * BLOCK + 16 + 4 * j);
+        for (int p = 0; p < P; p++) totals[r][p] += pairs(w[j][p], x);
+      }
+      for (int p = 0; p < P; p++) give(r, p, quads(totals[r][p]));
+    });
     return;
   }
 #endif
@@ -181,7 +196,7 @@ template <int R, int BITS, class F>
   }
   VI totals[R];
   for (int r = 0; r < R; r++) totals[r] = dots[r].total();
-  for (int r = 0; r < R; r++) give(r, totals[r]);
+  for (int r = 0; r < R; r++) give(r, 0, totals[r]);
 }
 
 }  // namespace

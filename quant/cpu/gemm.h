@@ -31,7 +31,7 @@ struct Header {
   int32_t magic, N, K, bits;
   int32_t group_blocks;  // blocks of 32 inputs in a group
   int32_t wide;          // parameters in fp32 instead of fp16
-  int32_t second;        // 0: scales only, 1: offsets, 2: zero points
+  int32_t second;        // 4 bits have 1: offsets, or 2: zero points; 8 bits 0: scales only
   int32_t base;          // subtracted from every stored value
   int64_t stride;        // bytes of 16 outputs
   int64_t scales_at, second_at;
@@ -51,7 +51,7 @@ struct Weight {
     const uint8_t* memory = packed.const_data_ptr<uint8_t>();
     std::memcpy(&h, memory, sizeof h);
     TORCH_CHECK(h.magic == MAGIC && h.N > 0 && h.K > 0 && h.group_blocks > 0 && h.stride > 0 &&
-                    (h.bits == 4 || h.bits == 8) && h.second >= 0 && h.second <= 2,
+                    (h.bits == 4 ? h.second == 1 || h.second == 2 : h.bits == 8 && h.second == 0),
                 "not a packed weight");
     data = memory + HEADER_BYTES;
     blocks = (h.K + BLOCK - 1) / BLOCK;
@@ -71,103 +71,134 @@ struct Weight {
     }
   }
 
+  // Returns what is subtracted from the stored values of the weights as `Dot` reads them.
+  template <int BITS, bool TWO>
+  int stored_base() const {
+    return h.base - (BITS == 8 ? 128 : 0) + Dot<BITS, TWO>::bias;
+  }
+
+  // Scales, and offsets where there are any, of P * W of 16 outputs at `block`.
+  template <int P, bool OFFSETS>
+  struct Parameters {
+    VF scale[P], offset[P];
+  };
+
+  // Returns them, and prefetches those of the next 16 outputs, which follow their values.
+  template <int P, bool OFFSETS>
+  [[gnu::always_inline]] Parameters<P, OFFSETS> parameters(const uint8_t* block, int64_t group,
+                                                           int part) const {
+    Parameters<P, OFFSETS> found;
+    const int64_t at = group * COLUMNS + part * W, bytes = at * (h.wide ? 4 : 2);
+    __builtin_prefetch(block + h.scales_at + bytes + h.stride);
+    if (OFFSETS) __builtin_prefetch(block + h.second_at + bytes + h.stride);
+    for (int p = 0; p < P; p++) {
+      found.scale[p] = parameter(block + h.scales_at, at + p * W);
+      if constexpr (OFFSETS) {
+        found.offset[p] = parameter(block + h.second_at, at + p * W);
+        if (h.second == 2) [[unlikely]]
+          found.offset[p] = -(found.offset[p] * found.scale[p]);
+      }
+    }
+    return found;
+  }
+
+ private:
   VF parameter(const uint8_t* at, int64_t i) const {
-    return h.wide ? load((const float*)at + i) : load_half((const uint16_t*)at + i);
+    if (h.wide) [[unlikely]]
+      return load((const float*)at + i);
+    return load_half((const uint16_t*)at + i);
   }
 };
 
-// Multiplies R rows, from `row`, by W of 16 outputs at `block`: y [R, 16]. SINGLE: 1-block groups.
+// Multiplies R rows, from `row`, by PARTS * W of 16 outputs at `block`, from part `part`: y [R,
+// 16]. SINGLE: groups of one block.
 template <int R, int BITS, bool SINGLE>
-inline void tile(const Weight& w, const uint8_t* block, int part, const Activations& x,
-                 const Choice& choice, int64_t row, float* y) {
-  constexpr int LINES = BITS == 4 ? 4 : 8;
+[[gnu::noinline]] void tile(const Weight& w, const uint8_t* block, int part, const Activations& x,
+                            const Choice& choice, int64_t row, float* y) {
+  constexpr int LINES = BITS == 4 ? 4 : 8, P = PARTS<BITS>;
   constexpr int64_t STEP = LINES * 4 * COLUMNS;
-  const int base = w.h.base - (BITS == 8 ? 128 : 0) + Dot<BITS, (R < 4)>::bias;
-  const uint8_t* scales = block + w.h.scales_at;
-  const uint8_t* seconds = block + w.h.second_at;
+  constexpr bool OFFSETS = BITS == 4;
+  const int base = w.stored_base<BITS, (R < 4)>();
   const uint8_t* line = block + part * 4 * W;
-  const int width = w.h.wide ? 4 : 2;
-  VF acc[R] = {}, in_group[R] = {};
-  float moved[R] = {};
-  int64_t in_this = 0;  // blocks of the group so far
-  for (int64_t b = 0, group = 0; b < w.blocks; b++) {
-    const int64_t at = b * x.rows + row, parameters = group * COLUMNS + part * W;
-    for (int j = 0; j < LINES; j++) __builtin_prefetch(line + b * STEP + j * 4 * COLUMNS + AHEAD);
-    const bool ends = SINGLE || ++in_this == w.h.group_blocks || b + 1 == w.blocks;
-    VF scale = {}, offset = {};
-    if (ends) {
-      // Prefetch the parameters of the next 16 outputs, which follow their values.
-      __builtin_prefetch(scales + parameters * width + w.h.stride);
-      scale = w.parameter(scales, parameters);
-      if (w.h.second) {
-        __builtin_prefetch(seconds + parameters * width + w.h.stride);
-        offset = w.parameter(seconds, parameters);
-        if (w.h.second == 2) offset = -(offset * scale);
-      }
-    }
-    const auto take = [&](int r, VI total) {
-      const VF value = to_float(total) * splat(x.scales[at + r]);
-      if constexpr (SINGLE) {
-        acc[r] = fma(scale, value, acc[r]);
-        if (w.h.second) acc[r] = fma(offset, splat(choice.offsets[at + r]), acc[r]);
-      } else {
-        in_group[r] += value;
-      }
+  VF acc[R][P];
+  for (int r = 0; r < R; r++)
+    for (int p = 0; p < P; p++) acc[r][p] = VF{};
+  for (int64_t group = 0, b = 0; group < w.groups; group++) {
+    const auto [scale, offset] = w.parameters<P, OFFSETS>(block, group, part);
+    const auto add = [&](int r, int p, VF value, float moved) __attribute__((always_inline)) {
+      acc[r][p] = fma(scale[p], value, acc[r][p]);
+      if constexpr (OFFSETS) acc[r][p] = fma(offset[p], splat(moved), acc[r][p]);
     };
-    block_products<R, BITS>(line + b * STEP, x.q + at * BLOCK, x.sums + at, base, take);
-    if constexpr (!SINGLE) {
-      for (int r = 0; r < R; r++) moved[r] += choice.offsets[at + r];
-      if (!ends) continue;
-      for (int r = 0; r < R; r++) {
-        acc[r] = fma(scale, in_group[r], acc[r]);
-        if (w.h.second) acc[r] = fma(offset, splat(moved[r]), acc[r]);
-        in_group[r] = VF{}, moved[r] = 0;
-      }
-    }
-    group++;
-    in_this = 0;
+    VF in_group[SINGLE ? 1 : R][P] = {};
+    float moved[SINGLE ? 1 : R] = {};
+    const int64_t end = SINGLE ? b + 1 : std::min<int64_t>(b + w.h.group_blocks, w.blocks);
+    do {
+      const int64_t at = b * x.rows + row;
+      for (int j = 0; j < LINES; j++) __builtin_prefetch(line + b * STEP + j * 4 * COLUMNS + AHEAD);
+      const auto take = [&](int r, int p, VI total) __attribute__((always_inline)) {
+        const VF value = to_float(total) * splat(x.scales[at + r]);
+        if constexpr (SINGLE) {
+          add(r, p, value, choice.offsets[at + r]);
+        } else {
+          in_group[r][p] += value;
+        }
+      };
+      block_products<R, BITS>(line + b * STEP, x.q + at * BLOCK, x.sums + at, base, take);
+      if constexpr (!SINGLE && OFFSETS)
+        for (int r = 0; r < R; r++) moved[r] += choice.offsets[at + r];
+    } while (++b < end);
+    if constexpr (!SINGLE)
+      for (int r = 0; r < R; r++)
+        for (int p = 0; p < P; p++) add(r, p, in_group[r][p], moved[r]);
   }
-  for (int r = 0; r < R; r++) store(y + r * COLUMNS, acc[r]);
-  // Add the products of rounding errors, in few blocks and few of their rows.
-  const uint8_t* twice = choice.twice + row / MAX_TILE * x.blocks;
-  for (int64_t b = 0; b < w.blocks; b++) {
-    if (!twice[b]) continue;
-    const VF scale = w.parameter(scales, b / w.h.group_blocks * COLUMNS + part * W);
-    for (int64_t at = b * x.rows + row, end = at + R; at < end; at++) {
+  for (int r = 0; r < R; r++)
+    for (int p = 0; p < P; p++) store(y + r * COLUMNS + p * W, acc[r][p]);
+}
+
+// Adds the products of rounding errors to y, in few blocks and few of their rows.
+template <int BITS>
+[[gnu::noinline]] void add_rest(const Weight& w, const uint8_t* block, int part,
+                                const Activations& x, const Choice& choice, int64_t row,
+                                int64_t rows, float* y) {
+  constexpr int P = PARTS<BITS>;
+  constexpr int64_t STEP = BITS * 4 * COLUMNS;
+  const int base = w.stored_base<BITS, true>();
+  for (const int32_t b : choice.twice_of(row, x)) {
+    const auto [scale, offset] = w.parameters<P, false>(block, b / w.h.group_blocks, part);
+    for (int64_t at = b * x.rows + row, end = at + rows; at < end; at++) {
       const float rest_scale = choice.rest_scales[at];
       if (rest_scale == 0.0f) continue;  // NaN continues
-      float* out = y + (at + R - end) * COLUMNS;
-      const auto take = [&](int, VI total) {
-        store(out, fma(scale, to_float(total) * splat(rest_scale), load(out)));
+      float* out = y + (at + rows - end) * COLUMNS;
+      const auto take = [&](int, int p, VI total) {
+        const VF value = to_float(total) * splat(rest_scale);
+        store(out + p * W, fma(scale[p], value, load(out + p * W)));
       };
-      block_products<1, BITS>(line + b * STEP, x.rest + at * BLOCK, x.rest_sums + at, base, take);
+      block_products<1, BITS>(block + part * 4 * W + b * STEP, x.rest + at * BLOCK,
+                              x.rest_sums + at, base, take);
     }
   }
 }
 
-template <int BITS, bool SINGLE>
-inline void tiles(const Weight& w, const uint8_t* block, int part, const Activations& x,
-                  const Choice& choice, int64_t row, int64_t rows, float* y) {
-  with_count<MAX_TILE>(rows, [&](auto count) {
-    tile<count, BITS, SINGLE>(w, block, part, x, choice, row, y);
-  });
+template <int BITS>
+inline void tiles(const Weight& w, const uint8_t* block, const Activations& x, const Choice& choice,
+                  int64_t row, int64_t rows, float* y) {
+  const bool single = w.h.group_blocks == 1;
+  for (int part = 0; part < COLUMNS / W; part += PARTS<BITS>) {
+    float* out = y + part * W;
+    with_count<MAX_TILE>(rows, [&](auto R) {
+      single ? tile<R, BITS, true>(w, block, part, x, choice, row, out)
+             : tile<R, BITS, false>(w, block, part, x, choice, row, out);
+    });
+    add_rest<BITS>(w, block, part, x, choice, row, rows, out);
+  }
 }
 
 // Multiplies rows `row` .. `row + rows - 1` (at most 8) by 16 outputs: y [rows, 16], with bias.
 inline void product(const Weight& w, int64_t column_block, const Activations& x,
                     const Choice& choice, int64_t row, int64_t rows, float* y) {
   const uint8_t* block = w.data + column_block * w.h.stride;
-  for (int part = 0; part < COLUMNS / W; part++) {
-    float* out = y + part * W;
-    const bool single = w.h.group_blocks == 1;
-    if (w.h.bits == 4) {
-      single ? tiles<4, true>(w, block, part, x, choice, row, rows, out)
-             : tiles<4, false>(w, block, part, x, choice, row, rows, out);
-    } else {
-      single ? tiles<8, true>(w, block, part, x, choice, row, rows, out)
-             : tiles<8, false>(w, block, part, x, choice, row, rows, out);
-    }
-  }
+  w.h.bits == 4 ? tiles<4>(w, block, x, choice, row, rows, y)
+                : tiles<8>(w, block, x, choice, row, rows, y);
   if (w.bias != nullptr) {
     const int64_t first = column_block * COLUMNS;
     const int64_t n = std::min<int64_t>(COLUMNS, w.h.N - first);

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <span>
 
 #include "vec.h"
 
@@ -98,18 +99,17 @@ struct Activations {
 // quarter of the error. Each worker has its own instance.
 struct Choice {
   float *rest_scales, *offsets;  // [blocks, T]: 0 where 8 bits do; of both, scale times sum
-  uint8_t* twice;                // [tiles of 8 rows, blocks]: whether a row of the tile has 16
+  int32_t* twice;                // [tiles of 8 rows, 1 + blocks]: number, blocks where a row has 16
 
   static size_t bytes(int64_t rows, int64_t K) {
-    return size_t(rows + 8) * Activations::blocks_of(K) * 9 + 64;
+    return size_t(rows + 8) * (Activations::blocks_of(K) + 1) * 9 + 64;
   }
 
   Choice(uint8_t* memory, const Activations& x, int64_t T) {
     const int64_t n = x.rows * x.blocks;
     rest_scales = (float*)memory;
     offsets = rest_scales + n;
-    twice = (uint8_t*)(offsets + n);
-    std::memset(twice, 0, (T + MAX_TILE - 1) / MAX_TILE * x.blocks);
+    twice = (int32_t*)(offsets + n);
     for (int64_t t = 0; t < T; t++) {
       float squares = 0;
       for (int64_t b = 0; b < x.blocks; b++) squares += square(x.scales[b * x.rows + t]);
@@ -118,9 +118,23 @@ struct Choice {
         const bool large = square(x.scales[at]) * float(x.blocks) > 2.0f * squares;
         rest_scales[at] = large ? x.scales[at] / 254.0f : 0.0f;
         offsets[at] = x.scales[at] * float(x.sums[at]) + rest_scales[at] * float(x.rest_sums[at]);
-        twice[t / MAX_TILE * x.blocks + b] |= large;
       }
     }
+    for (int64_t t = 0; t < T; t += MAX_TILE) {
+      int32_t* list = twice + t / MAX_TILE * (1 + x.blocks);
+      list[0] = 0;
+      for (int64_t b = 0; b < x.blocks; b++) {
+        const float* own = rest_scales + b * x.rows;
+        if (std::any_of(own + t, own + std::min(t + MAX_TILE, T), [](float s) { return s != 0; }))
+          list[++list[0]] = int32_t(b);
+      }
+    }
+  }
+
+  // Returns the blocks where a row has 16 bits, of the rows from `row` that are computed together.
+  std::span<const int32_t> twice_of(int64_t row, const Activations& x) const {
+    const int32_t* list = twice + row / MAX_TILE * (1 + x.blocks);
+    return {list + 1, size_t(list[0])};
   }
 
  private:
