@@ -24,6 +24,7 @@ from fasteagle.answering.answer import Chunk
 from fasteagle.errors import EngineError, FasteagleError
 from fasteagle.llm import LLM
 from fasteagle.options import Defaults, ServeOptions
+from fasteagle.server.bodies import FEWEST_VALUES, SHORT_BYTES, body_route
 from fasteagle.server.failures import MISTAKE, add_errors
 from fasteagle.server.guard import Guard, error_body, plain_origins
 from fasteagle.server.job import CancelledError, Group, Job, StalledError, TimedOutError, groups
@@ -48,7 +49,6 @@ from fasteagle.server.replies import (
     whole_reply,
 )
 
-SHORT_BYTES = 2**15  # of requests that one thread reads for all: a few milliseconds each
 LONG_THREADS = 8  # for what takes longer, grammars and long texts: one of each of a client's
 PAGE = Path(__file__).with_name("page.html")
 ERRORS: dict[int | str, dict[str, Any]] = {
@@ -270,6 +270,8 @@ async def unless_gone(request: Request, wanted: Awaitable[Found]) -> Found:
 def make_app(server: Server, api_key: str | None) -> FastAPI:
     """Return the app with its endpoints, its errors in OpenAI's form, and the guard before it."""
     app = FastAPI(title="fasteagle", version=__version__, docs_url=None, redoc_url=None)
+    most = max(FEWEST_VALUES, 2 * server.llm.engine.max_seq_len)  # a prompt of ids, and the rest
+    app.router.route_class = body_route(most)
     add_errors(app)
     _add_answers(app, server)
     _add_rest(app, server)

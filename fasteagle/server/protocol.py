@@ -73,7 +73,7 @@ class Body(Strict):
 
         Nesting deeper than Python recurses is refused, too.
         """
-        if isinstance(data, bytes):  # sent as something else than JSON: refused below
+        if isinstance(data, bytes | Body):  # no JSON, which is refused below, or checked before
             return data
         check_nesting(data)
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import json
 import threading
 import time
 
@@ -13,7 +14,7 @@ import pytest
 from conftest import CHAT, QWEN, SHORT, WEATHER, failures, serving, until
 from fasteagle.errors import FasteagleError
 from fasteagle.options import Defaults, ServeOptions
-from fasteagle.server import app, prepare
+from fasteagle.server import app, bodies, prepare
 from fasteagle.server.prepare import Planner
 from fasteagle.server.protocol import ChatRequest
 
@@ -279,3 +280,47 @@ def test_a_conversation_has_as_many_tokens_as_its_chat(loaded, monkeypatch, thin
         count = httpx.post(f"{own.url}/tokenize", json={"messages": SHORT["messages"]}).json()
         usage = httpx.post(own.url + CHAT, json=SHORT, timeout=30).json()["usage"]
     assert count["count"] == usage["prompt_tokens"]
+
+
+def test_a_body_of_many_values_is_read_beside_others(live, monkeypatch):
+    """In 8 MiB there can be millions: their reading stopped every stream for seconds."""
+    begun, go_on, original = threading.Event(), threading.Event(), bodies.read_body
+
+    def slow(raw, kind, most):
+        if len(raw) > bodies.SHORT_BYTES:
+            begun.set()
+            assert go_on.wait(20)
+        return original(raw, kind, most)
+
+    monkeypatch.setattr(bodies, "read_body", slow)
+    long = {**SHORT, "metadata": {"list": [{"a": []}] * 10_000}}
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(httpx.post, live.url + CHAT, json=long, timeout=30)
+        try:
+            assert begun.wait(10)
+            assert httpx.post(live.url + CHAT, json=SHORT, timeout=5).status_code == 200
+        finally:
+            go_on.set()
+        assert asked.result().status_code == 200
+    long["metadata"]["list"] *= 10
+    reply = httpx.post(live.url + CHAT, json=long, timeout=30)
+    assert reply.status_code == 400
+    assert "the body has more than 262,144 values" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("text", "n_values"),
+    [
+        ('{"a": "' + ",[{" * 50 + '"}', 1),
+        ('{"a": "' + r"\",[" * 50 + '"}', 1),
+        ('{"a": "' + ",[" * 50 + r'\\", "b": "' + "[" * 50 + '"}', 2),
+        ("[" + "[]," * 50 + "[]]", 102),
+        ("[" + '"",' * 500 + '""]', 501),
+        ("[" * 90 + "]" * 90, 90),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_values_are_counted_outside_of_strings(text, n_values):
+    json.loads(text)
+    assert not bodies.more_values_than(n_values, text.encode())
+    assert bodies.more_values_than(n_values - 1, text.encode())

@@ -1,0 +1,101 @@
+"""Bodies of requests: read and checked, long ones by another thread than the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, get_type_hints
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import ValidationError
+from starlette.responses import Response
+
+from fasteagle.errors import FasteagleError, reason_of
+from fasteagle.server.protocol import Body
+
+SHORT_BYTES = 2**15  # of requests that one thread reads for all: a few milliseconds each
+FEWEST_VALUES = 2**18  # of a body, are allowed in any case: Python reads them in about 0.1 s
+
+
+class CheckedRequest(Request):
+    """Request whose body was read and checked."""
+
+    def __init__(self, request: Request, raw: bytes, checked: Body) -> None:
+        super().__init__(request.scope, request.receive)
+        self._raw, self._checked = raw, checked
+
+    async def body(self) -> bytes:
+        return self._raw
+
+    async def json(self) -> Any:
+        return self._checked
+
+
+def body_route(most_values: int) -> type[APIRoute]:
+    """Return the class of routes that read bodies of at most `most_values` values.
+
+    While one call of Python's JSON reader runs, no other thread does: that number bounds it.
+    """
+    # One thread: of several, each would take the interpreter from those that decode.
+    reader = ThreadPoolExecutor(1, "bodies")
+
+    class BodyRoute(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            handle = super().get_route_handler()
+            kind = get_type_hints(self.endpoint).get("body")
+            if kind is None:
+                return handle
+
+            async def handler(request: Request) -> Response:
+                raw = await request.body()
+                if not raw or "json" not in request.headers.get("content-type", ""):
+                    return await handle(request)  # refuses it
+                if len(raw) <= SHORT_BYTES:
+                    checked = read_body(raw, kind, most_values)
+                else:
+                    loop = asyncio.get_running_loop()
+                    checked = await loop.run_in_executor(reader, read_body, raw, kind, most_values)
+                return await handle(CheckedRequest(request, raw, checked))
+
+            return handler
+
+    return BodyRoute
+
+
+def read_body(raw: bytes, kind: type[Body], most_values: int) -> Body:
+    """Return the checked body of a request.
+
+    Raises `FasteagleError` for what is no JSON or too much, `RequestValidationError` for the rest.
+    """
+    if more_values_than(most_values, raw):
+        raise FasteagleError(f"the body has more than {most_values:,} values: shorten its lists")
+    try:
+        data = json.loads(raw)
+    except RecursionError:
+        raise FasteagleError("the body is nested too deeply") from None
+    except ValueError as error:
+        raise FasteagleError(f"the body is no JSON: {reason_of(error)}") from None
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        problems = error.errors(include_url=False)
+        placed = [{**problem, "loc": ("body", *problem["loc"])} for problem in problems]
+        raise RequestValidationError(placed, body=data) from None
+
+
+def more_values_than(most: int, raw: bytes) -> bool:
+    """Return whether JSON has more values than `most`, without reading it."""
+    if _n_marks(raw) <= most:
+        return False
+    plain = raw.replace(rb"\\", b"").replace(rb"\"", b"")
+    # A value has at most two strings, its key and itself.
+    return plain.count(b'"') > 4 * most or _n_marks(b"".join(plain.split(b'"')[::2])) > most
+
+
+def _n_marks(text: bytes) -> int:
+    """Return the number of commas and opening brackets: before a value is one of these."""
+    return sum(map(text.count, (b",", b"[", b"{")))
