@@ -25,9 +25,9 @@ from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.costs import Costs
 from fasteagle.drafting.ladder import ladder
 from fasteagle.drafting.policy import Policy
-from fasteagle.errors import note, reason_of
+from fasteagle.errors import note
 from fasteagle.generate import Engine
-from fasteagle.paths import write_atomic
+from fasteagle.paths import keep
 from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import AnyShape, GatedChain
 
@@ -92,10 +92,7 @@ def store_costs(
         "costs": costs.as_json(),
         "seconds": round(seconds, 2),
     }
-    try:
-        write_atomic(path, (json.dumps(content, indent=1) + "\n").encode())
-    except OSError as error:
-        notify(f"tuner: {path} cannot be written ({reason_of(error)}): costs serve this start only")
+    keep(path, content, "costs serve this start only", notify)
 
 
 def tunable(engine: Engine) -> Drafter | None:

@@ -27,10 +27,10 @@ from fasteagle.device import cpu_field, device_name
 from fasteagle.drafting.draft_head import DraftOps
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.thresholds import Thresholds
-from fasteagle.errors import FasteagleError, first_line, is_out_of_memory, note, reason_of
+from fasteagle.errors import FasteagleError, first_line, is_out_of_memory, note
 from fasteagle.model import EagleHead, Output, Target
 from fasteagle.options import SamplingParams
-from fasteagle.paths import cache_dir, write_atomic
+from fasteagle.paths import cache_dir, keep
 from fasteagle.quant import cpu_build
 from fasteagle.quant.cpu_linear import NativeLinear
 from fasteagle.quant.cuda_linear import InterleavedLinear
@@ -105,7 +105,7 @@ def _prove(
     failures, kept = _stored(stamp), f"; kept in {stamp}"
     if failures is None:
         failures, raised = _failures(checked())
-        if raised or not _store(stamp, failures):
+        if raised or not keep(stamp, failures, "kernels are checked again next time"):
             kept = ""
     for part, reason in failures.items():
         line = f"{part} of backend {backend.name} failed on {device_name(_device(backend))}"
@@ -363,16 +363,6 @@ def _sources() -> str:
 
 def _digest(conditions: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(conditions, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _store(stamp: Path, failures: dict[str, str]) -> bool:
-    """Store the result of a proof; return whether that was possible."""
-    try:
-        write_atomic(stamp, (json.dumps(failures) + "\n").encode())
-    except OSError as error:
-        note(f"warning: kernels are checked again at the next start: {stamp}: {reason_of(error)}")
-        return False
-    return True
 
 
 def _stored(stamp: Path) -> dict[str, str] | None:

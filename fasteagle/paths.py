@@ -6,13 +6,15 @@ import atexit
 import contextlib
 import fcntl
 import glob
+import json
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-from fasteagle.errors import FasteagleError, first_line, size_of
+from fasteagle.errors import FasteagleError, first_line, note, reason_of, size_of
 
 PARTIAL = ".partial"  # ending of temporary folders
 
@@ -217,6 +219,16 @@ def write_atomic(target: Path, data: bytes) -> None:
     except BaseException:
         os.unlink(name)
         raise
+
+
+def keep(target: Path, content: Any, otherwise: str, notify: Callable[[str], None] = note) -> bool:
+    """Write JSON into the user cache; return whether that was possible, else say what follows."""
+    try:
+        write_atomic(target, (json.dumps(content, indent=1) + "\n").encode())
+    except OSError as error:
+        notify(f"warning: {target} cannot be written ({reason_of(error)}): {otherwise}")
+        return False
+    return True
 
 
 def _umask() -> int:

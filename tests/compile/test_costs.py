@@ -189,7 +189,7 @@ def test_a_full_disk_loses_no_measured_costs(engine, monkeypatch):
     def full(*args):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("fasteagle.compile.costs.write_atomic", full)
+    monkeypatch.setattr("fasteagle.paths.write_atomic", full)
     monkeypatch.setattr(Measurement, "run", lambda self: costs())
     lines = []
     policy, _ = tune_now(engine, lines.append)
