@@ -19,7 +19,7 @@ import torch
 
 from fasteagle import __version__
 from fasteagle.compile.cycles import CycleCompiler
-from fasteagle.compile.measurement import Gate, Measurement, widest
+from fasteagle.compile.measurement import Gate, Measurement, timed_rows, widest
 from fasteagle.device import device_name
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.costs import Costs
@@ -56,6 +56,7 @@ def conditions(engine: Engine) -> dict[str, Any]:
         "threads": torch.get_num_threads() if engine.on_cpu else None,
         "dtype": str(engine.dtype).removeprefix("torch."),
         "kv": str(engine.cache.rows.dtype).removeprefix("torch."),
+        "rows": timed_rows(engine.max_seq_len)[-1],
         "shape": type(drafter.shape).__name__,
         "head": drafter.tuning.head,
         "corpus": drafter.tuning.corpus,

@@ -43,6 +43,16 @@ USUAL = SamplingParams(1.0, top_k=20, top_p=0.9, min_p=0.05, repetition_penalty=
 Gate = Callable[[], AbstractContextManager[Any]]
 
 
+def context_of(max_seq_len: int) -> int:
+    """Return the number of committed tokens while measuring: some room is for the rows after."""
+    return min(CONTEXT, max_seq_len // 2)
+
+
+def timed_rows(max_seq_len: int) -> list[int]:
+    """Return the numbers of rows that are timed: not all of `ROWS` if fewer than 64 tokens fit."""
+    return [T for T in ROWS if context_of(max_seq_len) + T <= max_seq_len]
+
+
 def widest(drafter: Drafter) -> int:
     """Return the largest top-k that a drafter can have."""
     return drafter.head.config.draft_vocab_size if isinstance(drafter, HeadDrafter) else 1
@@ -63,9 +73,8 @@ class Measurement:
     ) -> None:
         self._engine, self._drafter, self._gate = engine, drafter, gate
         self._kind = kind or SamplingMode()
-        # Some room must be left for the rows after the context.
-        self._context = min(CONTEXT, engine.max_seq_len // 2)
-        self._rows = [T for T in ROWS if self._context + T <= engine.max_seq_len]
+        self._context = context_of(engine.max_seq_len)
+        self._rows = timed_rows(engine.max_seq_len)
 
     def run(self, seconds: float = SECONDS) -> Costs:
         """Return medians over the rounds that fit into about `seconds`, at least one round.

@@ -214,6 +214,7 @@ def retuned(**changes):
             lambda d, e: setattr(e.cache, "rows", e.cache.rows.bfloat16()),
         ),
         ("threads 2, now 3", lambda d, e: torch.set_num_threads(3)),
+        ("rows 32, now 24", lambda d, e: setattr(e, "max_seq_len", 62)),
     ],
 )
 def test_costs_under_other_conditions_are_not_used(engine, said, change):
