@@ -243,6 +243,7 @@ class LLM:
         **keywords: Unpack[AnswerKeywords],
     ) -> list[Answer]:
         """Answer several conversations, up to `size` of them at once; see `generate_batch`."""
+        self._check_open()
         several = listed("conversations", conversations)
         asked = read_keywords(keywords, think=think)
         prompts = [self._prompt_of(one, think, asked.spec).ids for one in several]
@@ -260,6 +261,7 @@ class LLM:
         With quantized weights on a CPU each answer is the one that `generate` returns for its
         prompt, elsewhere but for rounding.
         """
+        self._check_open()
         ids = [self._ids(one) for one in listed("prompts", prompts)]
         return self._run_batch(ids, size, read_keywords(keywords))
 

@@ -416,6 +416,9 @@ def test_closing(tiny_dir):
     assert model() is None  # its memory is free
     with pytest.raises(FasteagleError, match="was closed"):
         llm.chat("x")
+    for several in (llm.chat_batch, llm.generate_batch):
+        with pytest.raises(FasteagleError, match="was closed"):
+            several([])
     assert not hasattr(llm, "engine")
 
 
