@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 TELL_SECONDS = 10.0
+LONGEST_SHOWN = 100  # characters of a value in an error
 Item = TypeVar("Item")
 
 # Only torch's allocator has an error class for it. The driver (through torch and Triton), cuBLAS
@@ -101,6 +102,15 @@ def size_of(n_bytes: float) -> str:
     if n_bytes < 2**30 / 10:
         return f"{n_bytes / 2**20:.1f} MiB"
     return f"{n_bytes / 2**30:.1f} GiB"
+
+
+def shown(value: object) -> str:
+    """Return a value of a caller as an error shows it: cut, for it may be a list of a million."""
+    try:
+        text = repr(value)
+    except ValueError:  # more digits than Python writes
+        return "of thousands of digits"
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]} ..."
 
 
 def shortened(problems: list[str], limit: int = 6) -> str:

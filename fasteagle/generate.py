@@ -22,7 +22,7 @@ from fasteagle.decoding.stats import Stats
 from fasteagle.device import unless_short
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.policy import Outcome
-from fasteagle.errors import EngineError, FasteagleError
+from fasteagle.errors import EngineError, FasteagleError, shown
 from fasteagle.logits import LogitsProcessor
 from fasteagle.model import KEY_BLOCK, KVCache, Transformer
 from fasteagle.options import SamplingParams
@@ -350,7 +350,9 @@ class Engine(Context):
         vocab_size = self.model.config.vocab_size
         if low < 0 or high >= vocab_size:
             bad = low if low < 0 else high
-            raise FasteagleError(f"token id {bad} is outside the vocabulary of {vocab_size:,}")
+            raise FasteagleError(
+                f"token id {shown(bad)} is outside the vocabulary of {vocab_size:,}"
+            )
 
     def _check(self, token: int, position: int) -> None:
         """Raise `EngineError` where the logits of the token at `position` were not finite."""

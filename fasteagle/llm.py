@@ -28,7 +28,7 @@ from fasteagle.compile.blocks import compile_now
 from fasteagle.compile.costs import begin_policy, tune_now
 from fasteagle.decoding.stats import Stats
 from fasteagle.device import give_back
-from fasteagle.errors import FasteagleError
+from fasteagle.errors import FasteagleError, shown
 from fasteagle.generate import Engine
 from fasteagle.loading.make_drafter import plan_drafting
 from fasteagle.loading.open import open_model
@@ -170,13 +170,15 @@ class LLM:
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         if not isinstance(messages, Iterable):
-            raise FasteagleError(f"messages {messages!r} is no text and no list of messages")
+            raise FasteagleError(f"messages {shown(messages)} is no text and no list of messages")
         messages = list(messages)
         if not messages:
             raise FasteagleError("messages is empty: give at least one question")
         for message in messages:
             if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-                raise FasteagleError(f"messages: {message!r} is no dictionary of role and content")
+                raise FasteagleError(
+                    f"messages: {shown(message)} is no dictionary of role and content"
+                )
             check_text("role", message["role"])
             check_text("content", message["content"])
         return self.prompt(messages, think, form)
@@ -267,7 +269,9 @@ class LLM:
 
     def _run_batch(self, prompts: Sequence[list[int]], size: int, asked: Asked) -> list[Answer]:
         if size not in range(1, self.answers.size + 1):
-            raise FasteagleError(f"size {size!r} is out of range: use 1 .. {self.answers.size}")
+            raise FasteagleError(
+                f"size {shown(size)} is out of range: use 1 .. {self.answers.size}"
+            )
         params, options, spec, more = asked
         requests = [self.made_request(ids, params, options, spec, **more) for ids in prompts]
         for request in requests:
@@ -344,7 +348,7 @@ def load(
     tree_file = None if tree == "auto" else str(Path(_name("tree", tree)))
     head = None if head is None else _name("head", head)
     if head is not None and drafter in ("none", "ngram"):
-        raise FasteagleError(f"head has no meaning with drafter {drafter!r}: drop one")
+        raise FasteagleError(f"head has no meaning with drafter {shown(drafter)}: drop one")
     draft = DraftOptions(drafter=drafter, head=head, tree_file=tree_file)
     llm = open_llm(_name("model", model), runtime.at(precision), draft, notify, prefix_cache_gb)
     if compile and compile_now(llm.engine):
@@ -355,7 +359,7 @@ def load(
 def _name(what: str, value: str | PathLike[str]) -> str:
     """Return a name or a path as text; raise `FasteagleError` if `value` is neither."""
     if not isinstance(value, str | PathLike):
-        raise FasteagleError(f"{what} {value!r} is no name and no path")
+        raise FasteagleError(f"{what} {shown(value)} is no name and no path")
     return fspath(value)
 
 

@@ -11,7 +11,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-from fasteagle.errors import FasteagleError
+from fasteagle.errors import FasteagleError, shown
 
 UNSAID = object()
 
@@ -62,11 +62,11 @@ def check(options: Any) -> None:
         if type_name in _NUMBERS:
             number, what = _NUMBERS[type_name]
             ok = isinstance(value, number) and not isinstance(value, bool)
-            require(ok, f"{name} {value!r} is not {what}")
+            require(ok, f"{name} {shown(value)} is not {what}")
         limits = field.metadata.get("limits", {})
         if not all(_COMPARISONS[bound][0](value, limits[bound]) for bound in limits):
             allowed = " and ".join(f"{_COMPARISONS[b][1]} {limit:,}" for b, limit in limits.items())
-            raise FasteagleError(f"{name} {value} is out of range: use {allowed}")
+            raise FasteagleError(f"{name} {shown(value)} is out of range: use {allowed}")
         words = field.metadata.get("kind")
         if isinstance(words, tuple):
             require_word(name, value, words)
@@ -83,7 +83,7 @@ def require_unset(options: Any, names: Sequence[str], other: str) -> None:
 def require_word(name: str, value: Any, words: Sequence[str]) -> None:
     """Raise `FasteagleError` unless the value of the option `name` is one of `words`."""
     known = f"{', '.join(words[:-1])} or {words[-1]}"
-    require(value in words, f"{name} {value!r} is unknown: use {known}")
+    require(value in words, f"{name} {shown(value)} is unknown: use {known}")
 
 
 def check_host_names(name: str, hosts: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from fasteagle.config_fields import parse_shallow_json
-from fasteagle.errors import FasteagleError
+from fasteagle.errors import FasteagleError, shown
 from fasteagle.option_fields import check, check_host_names, option, require
 from fasteagle.shapes import MAX_REACH, FusedShape, TreeShape
 
@@ -60,7 +60,7 @@ class AnswerOptions:
     def __post_init__(self) -> None:
         check(self)
         ok = isinstance(self.stop, list | tuple) and all(isinstance(s, str) for s in self.stop)
-        require(ok, f"stop {self.stop!r} is no text and no list of texts")
+        require(ok, f"stop {shown(self.stop)} is no text and no list of texts")
         require(all(self.stop), "a stop string is empty: leave it out")
         object.__setattr__(self, "stop", tuple(self.stop))
 
@@ -376,7 +376,7 @@ class ServeOptions:
     timeout: float = option(
         600.0, "Seconds for a request, waiting included.", above=0, below=math.inf
     )
-    max_body: float = option(8.0, "MiB of a request.", above=0, below=math.inf)
+    max_body: float = option(8.0, "MiB of a request.", above=0, most=2**20)
     access_log: bool = option(False, "Write a line about each request to stderr.")
     prefix_cache: float = option(
         1.0, "GiB for the keys and values of earlier conversations.", least=0, below=math.inf

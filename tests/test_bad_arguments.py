@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import fasteagle
-from fasteagle.errors import FasteagleError
+from fasteagle.errors import FasteagleError, shown
 
 # What `fasteagle.load` and its answers take, and the line.
 LOADED = [
@@ -34,6 +34,9 @@ ASKED = [
     ("x", {"temperature": "hot"}, "temperature 'hot' is not a number"),
     ("x", {"top_k": 2.5}, "top-k 2.5 is not a whole number"),
     ("x", {"seed": True}, "seed True is not a whole number"),
+    ("x", {"seed": 2**63}, "seed 9223372036854775808 is out of range"),
+    ("x", {"seed": -(10**5000)}, "seed of thousands of digits is out of range"),
+    ([10**5000], {}, "token id of thousands of digits is outside the vocabulary"),
     ("x", {"max_new_tokens": "5"}, "max-new-tokens '5' is not a whole number"),
     ("x", {"max_new_tokens": 2.5}, "max-new-tokens 2.5 is not a whole number"),
     ("x", {"max_new_tokens": 0}, "max-new-tokens 0 is out of range"),
@@ -92,7 +95,7 @@ def llm(tiny_dir):
         yield made
 
 
-@pytest.mark.parametrize(("prompt", "keywords", "message"), ASKED, ids=str)
+@pytest.mark.parametrize(("prompt", "keywords", "message"), ASKED, ids=shown)
 def test_asking_from_python_names_the_argument(llm, prompt, keywords, message):
     with pytest.raises(FasteagleError) as caught:
         if isinstance(prompt, dict):

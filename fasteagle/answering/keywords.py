@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, NamedTuple, TypedDict, TypeVar
 
-from fasteagle.errors import FasteagleError
+from fasteagle.errors import FasteagleError, shown
 from fasteagle.option_fields import require
 from fasteagle.options import AnswerOptions, GrammarSpec, SamplingParams, fresh_seed
 
@@ -63,7 +63,7 @@ def read_keywords(keywords: AnswerKeywords, **flags: bool | None) -> Asked:
     left: dict[str, Any] = {**keywords}
     for name, value in {**flags, "speculate": left.get("speculate")}.items():
         is_flag = value is None or isinstance(value, bool)  # the text "off" would count as True
-        require(is_flag, f"{name} {value!r} is neither True nor False")
+        require(is_flag, f"{name} {shown(value)} is neither True nor False")
     spec = _grammar_spec(left)
     names = {"logit_bias": "bias", "top_logprobs": "n_top", "speculate": "speculate"}
     names |= {name: name for name in ("presence_penalty", "frequency_penalty")}
@@ -82,27 +82,27 @@ def check_extras(
     vocab_size: int, bias: Mapping[int, float], n_top: int | None, **penalties: float
 ) -> None:
     """Raise `FasteagleError` for a bias, a number of tokens or penalties that cannot be."""
-    require(isinstance(bias, Mapping), f"logit_bias {bias!r} is no dictionary")
+    require(isinstance(bias, Mapping), f"logit_bias {shown(bias)} is no dictionary")
     for token, amount in bias.items():
-        require(_is_number(token, Integral), f"logit_bias: {token!r} is no token id")
+        require(_is_number(token, Integral), f"logit_bias: {shown(token)} is no token id")
         require(
             0 <= token < vocab_size,
-            f"logit_bias: token id {token} is outside the vocabulary of {vocab_size:,}",
+            f"logit_bias: token id {shown(token)} is outside the vocabulary of {vocab_size:,}",
         )
         in_range = _is_number(amount, Real) and (-MOST_BIAS <= amount <= MOST_BIAS)
         require(
             in_range or amount == -math.inf,
-            f"logit_bias {amount!r} of token id {token} is out of range: use a number up to "
+            f"logit_bias {shown(amount)} of token id {token} is out of range: use a number up to "
             f"{MOST_BIAS:g}",
         )
     if n_top is not None:
-        require(_is_number(n_top, Integral), f"top_logprobs {n_top!r} is not a whole number")
+        require(_is_number(n_top, Integral), f"top_logprobs {shown(n_top)} is not a whole number")
         limits = f"use 0 .. {vocab_size}"
-        require(0 <= n_top <= vocab_size, f"top_logprobs {n_top} is out of range: {limits}")
+        require(0 <= n_top <= vocab_size, f"top_logprobs {shown(n_top)} is out of range: {limits}")
     for name, value in penalties.items():
         require(
             _is_number(value, Real) and -MOST_PENALTY <= value <= MOST_PENALTY,
-            f"{name} {value!r} is out of range: use -{MOST_PENALTY} .. {MOST_PENALTY}",
+            f"{name} {shown(value)} is out of range: use -{MOST_PENALTY} .. {MOST_PENALTY}",
         )
 
 
@@ -110,7 +110,7 @@ def checked_ids(prompt: Any) -> list[int]:
     """Return the token ids that `prompt` holds or yields; raise `FasteagleError` for others."""
     ids = list(prompt) if isinstance(prompt, Iterable) and not isinstance(prompt, bytes) else None
     if ids is None or not all(_is_number(token, Integral) for token in ids):
-        raise FasteagleError(f"prompt {prompt!r} is no text and no list of token ids")
+        raise FasteagleError(f"prompt {shown(prompt)} is no text and no list of token ids")
     return [int(token) for token in ids]
 
 
@@ -121,14 +121,14 @@ def _is_number(value: object, kind: type) -> bool:
 def listed(name: str, value: Sequence[Each]) -> Sequence[Each]:
     """Return `value`; raise `FasteagleError` unless it is a list or a tuple."""
     if not isinstance(value, list | tuple):
-        raise FasteagleError(f"{name} {value!r} is no list")
+        raise FasteagleError(f"{name} {shown(value)} is no list")
     return value
 
 
 def check_text(name: str, text: object) -> None:
     """Raise `FasteagleError` unless `text` is a text that a tokenizer can read."""
     if not isinstance(text, str):
-        raise FasteagleError(f"{name} {text!r} is no text")
+        raise FasteagleError(f"{name} {shown(text)} is no text")
     try:
         text.encode()
     except UnicodeEncodeError as error:

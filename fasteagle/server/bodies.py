@@ -77,8 +77,10 @@ def read_body(raw: bytes, kind: type[Body], most_values: int) -> Body:
         data = json.loads(raw)
     except RecursionError:
         raise FasteagleError("the body is nested too deeply") from None
-    except ValueError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise FasteagleError(f"the body is no JSON: {reason_of(error)}") from None
+    except ValueError:  # what Python refuses to convert
+        raise FasteagleError("a number in the body has thousands of digits") from None
     try:
         return kind.model_validate(data)
     except ValidationError as error:

@@ -11,7 +11,7 @@ from fasteagle.answering.answer import AnswerRequest
 from fasteagle.answering.grammar_check import try_grammar
 from fasteagle.answering.stream import END_THINK, opened_thought, without_open_thought
 from fasteagle.config_fields import parse_shallow_json
-from fasteagle.errors import FasteagleError
+from fasteagle.errors import FasteagleError, shown
 from fasteagle.llm import LLM
 from fasteagle.options import AnswerOptions, Defaults, GrammarSpec, SamplingParams, fresh_seed
 from fasteagle.server.protocol import (
@@ -147,7 +147,9 @@ class Planner:
         for token in tokens:
             if not 0 <= token < vocab_size:
                 limit = f"{vocab_size:,}"
-                raise BadParameterError("tokens", f"{token} is outside the vocabulary of {limit}")
+                raise BadParameterError(
+                    "tokens", f"{shown(token)} is outside the vocabulary of {limit}"
+                )
         return self._llm.tokenizer.raw(tokens)
 
     def prompt_ids(self, prompt: str | list[int] | list[str] | list[list[int]]) -> list[int]:

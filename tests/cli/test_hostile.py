@@ -253,6 +253,7 @@ REFUSED = [
     ("serve", "--allow-host box.lan:8000", "allow-host 'box.lan:8000': use the name"),
     ("serve", "--port 99999", "port 99999 is out of range: use >= 0 and < 65,536"),
     ("serve", "--host ''", "host '' is empty"),
+    ("serve", "--max-body 1e305", "max-body 1e+305 is out of range: use > 0 and <= 1,048,576"),
     ("serve", "--timeout nan", "timeout nan is out of range"),
     ("serve", "--prefix-cache -1", "prefix-cache -1.0 is out of range"),
     ("serve", "--allow-origin foo", "allow-origin 'foo': use scheme and host"),

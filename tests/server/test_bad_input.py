@@ -238,6 +238,7 @@ BODIES = [
     (b"messages=x", "application/x-www-form-urlencoded"),
     (b'{"messages": [{"role": "user", "content": "\\ud800"}], "max_tokens": 2}', JSON),
     (b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}', JSON),
+    (b'{"messages": [{"role": "user", "content": "x"}], "seed": 1%s}' % (b"0" * 5000), JSON),
 ]
 
 
