@@ -5,9 +5,13 @@ Some checkpoints come quantized (GGUF, GPTQ, AWQ, our own folders) and run as th
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
+import os
+import re
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,7 +22,7 @@ from fasteagle.device import short_of_memory, unless_short
 from fasteagle.errors import FasteagleError, with_progress
 from fasteagle.loading.heads.mtp import layer_names
 from fasteagle.loading.names import MTP_LAYERS, expected_shapes, is_block_linear
-from fasteagle.loading.stored import StoredFolder, save
+from fasteagle.loading.stored import StoredFolder, is_readable, save
 from fasteagle.loading.tensors import (
     Checkpoint,
     DummyCheckpoint,
@@ -30,6 +34,9 @@ from fasteagle.paths import atomic_dir, cache_dir, require_free_space
 from fasteagle.quant.packed import PackedWeight
 from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import Scheme, parse_scheme
+
+UNUSED_SECONDS = 30 * 86_400.0
+_NAME = re.compile(r"([0-9a-f]{24})-[0-9a-f]{12}-(.+)")  # of a folder: weights, source, scheme
 
 
 def with_scheme(
@@ -58,10 +65,13 @@ def with_scheme(
     folder = cache_dir() / "quantized" / name
     stored = _kept(folder, notify)
     if stored is None:
+        _prune(folder, notify)  # first: it makes room
         notify(f"quantizing to {scheme.name} (once; kept in the user cache) ...")
         with atomic_dir(folder, shared=True) as temporary:
             write_folder(temporary, checkpoint, scheme, device, notify)
         stored = StoredFolder(folder)
+    with contextlib.suppress(OSError):  # of another user, for example
+        os.utime(folder)  # for `_prune`
     # The folder stores the LM head in 16 bits; its precision is chosen at load.
     return stored.run_in(scheme)
 
@@ -87,6 +97,23 @@ def _kept(folder: Path, notify: Callable[[str], None]) -> StoredFolder | None:
         folder.unlink()
     shutil.rmtree(folder, ignore_errors=True)
     return None
+
+
+def _prune(new: Path, notify: Callable[[str], None]) -> None:
+    """Remove folders beside `new` that nothing reads any more and nobody has used for a month.
+
+    They are of another format or name, or of the same weights, whose files have changed since.
+    """
+    limit = time.time() - UNUSED_SECONDS
+    for old in new.parent.glob("[!.]*"):  # others are being written
+        with contextlib.suppress(OSError):
+            if old.is_symlink() or not old.is_dir() or old.stat().st_mtime > limit:
+                continue
+            named, mine = _NAME.fullmatch(old.name), _NAME.fullmatch(new.name)
+            replaced = named is None or named.groups() == mine.groups()  # type: ignore[union-attr]
+            if replaced or not is_readable(old):
+                notify(f"removing {old}: made from files that have changed, or by an old version")
+                shutil.rmtree(old)
 
 
 def scheme_for(checkpoint: Checkpoint, quant: str, head_bits: int) -> Scheme:

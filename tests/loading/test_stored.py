@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 
 import pytest
@@ -385,3 +386,21 @@ def test_torchao_runs_beside_ours(folder, monkeypatch):
     with torch.no_grad():
         a, b = engine.prefill(PROMPT)[0].float(), runtime.engine.prefill(PROMPT)[0].float()
     assert (a - b).norm() < 0.1 * b.norm()
+
+
+def test_what_no_start_reads_any_more_is_removed_after_a_month(folder, tmp_path):
+    """A model whose files change left gigabytes each time; what somebody has used stays."""
+    model = shutil.copytree(folder, tmp_path / "model")
+    kept = with_scheme(open_checkpoint(model), "int8").path.parent
+    (kept / "0123456789abcdef01234567-int8").mkdir()  # a name of old versions
+    edit_json(model / "config.json", max_position_embeddings=99)
+    last = with_scheme(open_checkpoint(model), "int8").path
+    assert len(list(kept.iterdir())) == 3
+    for old in kept.iterdir():
+        os.utime(old, (0, 0))
+    with_scheme(open_checkpoint(model), "int8")
+    other = with_scheme(open_checkpoint(model), "int4-g32").path
+    assert set(kept.iterdir()) >= {last, other} and not list(kept.glob("*67-int8"))
+    edit_json(model / "config.json", max_position_embeddings=77)
+    newest = with_scheme(open_checkpoint(model), "int8").path
+    assert set(kept.iterdir()) == {last, other, newest}, "the first one, unused, is gone"
