@@ -305,6 +305,7 @@ def load_tokenizer(path: Path, template: str | None = None) -> ChatTokenizer:
         # What was converted is always of one class; to look for it takes over a second.
         kind = transformers.PreTrainedTokenizerFast if is_gguf else transformers.AutoTokenizer
         backend = kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        backend.encode("a")  # some fields of wrong types are found only here
     except StrictDataclassError as error:  # of a field that only transformers reads
         raise FasteagleError(f"{folder / 'config.json'}: {error.__cause__ or error}") from error
     except Exception as error:  # transformers raises OSError, ValueError, ImportError, KeyError

@@ -399,3 +399,11 @@ def test_the_pieces_of_a_text_join_to_it(marked_backends, kind):
     ids = tokenizer.encode(text)
     assert b"".join(tokenizer.token_bytes(token) for token in ids).decode().lstrip() == text
     assert len({tokenizer.piece(token) for token in tokenizer.encode("a b")}) == 3
+
+
+def test_a_field_of_a_wrong_type_is_found_when_the_tokenizer_is_loaded(tiny_dir, tmp_path):
+    """The first text raised TypeError instead."""
+    folder = shutil.copytree(tiny_dir, tmp_path / "m")
+    edit_json(folder / "tokenizer_config.json", model_max_length="long")
+    with pytest.raises(FasteagleError, match="no usable tokenizer"):
+        load_tokenizer(folder)
