@@ -176,6 +176,8 @@ class Server:
             if late:
                 raise TimedOutError(seconds) from None
             raise
+        finally:
+            wanted.close()  # it has not begun if the time was over before
 
     async def at_once(self, request: Request, make: Callable[[], Found]) -> Found:
         """Return the result of `make`, run by another thread, where no answer is needed."""

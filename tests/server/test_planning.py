@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import gc
 import json
 import threading
 import time
@@ -324,3 +325,10 @@ def test_values_are_counted_outside_of_strings(text, n_values):
     json.loads(text)
     assert not bodies.more_values_than(n_values, text.encode())
     assert bodies.more_values_than(n_values - 1, text.encode())
+
+
+def test_no_time_at_all_is_a_504_and_leaves_no_work_behind(loaded, recwarn):
+    with serving(loaded, ServeOptions(port=0, timeout=1e-9)) as hasty:
+        assert httpx.post(hasty.url + CHAT, json=SHORT, timeout=10).status_code == 504
+    gc.collect()
+    assert not [each for each in recwarn if "never awaited" in str(each.message)]
