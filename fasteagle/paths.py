@@ -81,6 +81,15 @@ def require_free_space(folder: Path, n_bytes: int, what: str) -> None:
         )
 
 
+def require_readable(file: Path) -> None:
+    """Raise `FasteagleError` for a file that cannot be read, as another user's."""
+    try:
+        with file.open("rb") as opened:
+            opened.read(1)
+    except OSError as error:
+        raise FasteagleError(f"{file}: cannot be read ({error.strerror})") from error
+
+
 def require_writable(target: Path) -> None:
     """Raise `FasteagleError` unless a file can be written at `target`; make its folder.
 

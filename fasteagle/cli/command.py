@@ -79,6 +79,8 @@ def _in_one_line() -> Iterator[None]:
         if error.errno == errno.EPIPE:  # the reader of a pipe has left
             sys.stderr.close()
             sys.exit(1)
+        if error.filename:  # what may not be read or written, or a failing disk
+            raise UserError(f"{error.filename}: {error.strerror}") from error
         raise
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fasteagle.errors import FasteagleError
+from fasteagle.paths import require_readable
 
 VERSIONS = (2, 3)
 SHOWN = 8  # values of an array that are kept: auxiliary layers of a head, and what errors show
@@ -55,6 +56,7 @@ class GGUFIndex:
 
 def read_index(path: Path) -> GGUFIndex:
     """Read the index of `path`. Raises `FasteagleError` for damaged and truncated files."""
+    require_readable(path)
     size = path.stat().st_size
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":

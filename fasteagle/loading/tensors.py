@@ -27,7 +27,7 @@ from fasteagle.config_fields import Fields, parse_json
 from fasteagle.errors import FasteagleError, shortened
 from fasteagle.loading.names import Index, block_linears, expected_shapes, is_block_linear, parts_of
 from fasteagle.loading.pickles import unpickled_tensors
-from fasteagle.paths import replacing
+from fasteagle.paths import replacing, require_readable
 from fasteagle.quant.packed import PackedWeight
 from fasteagle.quant.scheme import Scheme, grouped_bytes
 
@@ -103,6 +103,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def open_safetensors(file: Path) -> Any:
     """Open a safetensors file. Raises `FasteagleError` for a damaged one, and for some dtypes."""
+    require_readable(file)  # of such a file the library says that it is not there
     try:
         handle = safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -180,3 +182,19 @@ def test_what_a_file_says_cannot_break_the_line(good, tmp_path):
         open_checkpoint(folder)
     assert str(caught.value).isprintable()
     assert str(FasteagleError("a\nb \x1b[2J \u2028 é 東")) == "a\\nb \\x1b[2J \\u2028 é 東"
+
+
+@pytest.mark.parametrize("name", ["m.gguf", "model.safetensors"])
+def test_a_file_that_cannot_be_read_says_so(tiny_dir, tmp_path, monkeypatch, name):
+    """One of another user: a traceback, or advice to fetch it again."""
+    folder = shutil.copytree(tiny_dir, tmp_path / "m")
+    (folder / "m.gguf").write_bytes(b"GGUF")
+
+    def refuse(self, *args, original=Path.open, **keywords):
+        if self.name == name:
+            raise PermissionError(errno.EACCES, "Permission denied", str(self))
+        return original(self, *args, **keywords)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(FasteagleError, match=rf"{name}: cannot be read \(Permission denied\)"):
+        open_checkpoint(folder / name if name == "m.gguf" else folder)
