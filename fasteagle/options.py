@@ -379,7 +379,7 @@ class ServeOptions:
     max_body: float = option(8.0, "MiB of a request.", above=0, most=2**20)
     access_log: bool = option(False, "Write a line about each request to stderr.")
     prefix_cache: float = option(
-        1.0, "GiB for the keys and values of earlier conversations.", least=0, below=math.inf
+        1.0, "GiB for the keys and values of earlier conversations.", least=0, most=2**20
     )
     prefix_cache_on: str = option("host", "Memory of the prefix cache.", kind=PREFIX_CACHE_PLACES)
 

@@ -18,7 +18,7 @@ from fasteagle.options import RuntimeOptions
 GROUP_SIZES = (128, 64, 32)
 METHODS = ("minmax", "hqq")
 EXAMPLES = "int4, int8, int4-g64, int4-g128-hqq"
-_PATTERN = re.compile(r"int(?P<bits>\d+)(-g(?P<group>\d+))?(-(?P<method>[a-z]+))?")
+_PATTERN = re.compile(r"int(?P<bits>\d{1,9})(-g(?P<group>\d{1,99}))?(-(?P<method>[a-z]+))?")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,6 +24,8 @@ LOADED = [
     ({"device": "cpu:7"}, "device 'cpu:7' is not supported"),
     ({"threads": "2"}, "threads '2' is not a whole number"),
     ({"max_seq_len": 2.5}, "max-seq-len 2.5 is not a whole number"),
+    ({"precision": "int" + "9" * 5000}, "quantization 'int999"),
+    ({"prefix_cache_gb": 1e300}, "prefix-cache 1e+300 is out of range"),
     ({"prefix_cache_gb": -1}, "prefix-cache -1 is out of range"),
     ({"prefix_cache_gb": "1"}, "prefix-cache '1' is not a number"),
 ]
@@ -46,6 +48,7 @@ ASKED = [
     ("x", {"top_logprobs": -1}, "top_logprobs -1 is out of range"),
     ("x", {"presence_penalty": "hot"}, "presence_penalty 'hot' is out of range"),
     ("x", {"frequency_penalty": 2.1}, "frequency_penalty 2.1 is out of range: use -2 .. 2"),
+    ("x", {"logit_bias": dict.fromkeys(range(260), -math.inf)}, "logit_bias forbids every token"),
     ("x", {"logit_bias": {5.5: 1}}, "logit_bias: 5.5 is no token id"),
     ("x", {"logit_bias": {"5": 1}}, "logit_bias: '5' is no token id"),
     ("x", {"logit_bias": {5: "1"}}, "logit_bias '1' of token id 5 is out of range"),

@@ -95,6 +95,8 @@ def check_extras(
             f"logit_bias {shown(amount)} of token id {token} is out of range: use a number up to "
             f"{MOST_BIAS:g}",
         )
+    is_left = len(bias) < vocab_size or any(amount != -math.inf for amount in bias.values())
+    require(is_left, "logit_bias forbids every token: leave one out")
     if n_top is not None:
         require(_is_number(n_top, Integral), f"top_logprobs {shown(n_top)} is not a whole number")
         limits = f"use 0 .. {vocab_size}"
