@@ -66,6 +66,9 @@ class _Compiler:
         if operand.startswith("%") and "." in operand:
             return lambda m: decode(m.special[operand].astype(bits), type)
         if operand.startswith("%") or operand in self.program.widths:
+            if self.program.width(operand) == WIDTHS[type] and type in values.PLAIN:
+                kind = values.kind_of(type)
+                return lambda m: m.registers[operand].view(kind)
             return lambda m: decode(m.registers[operand].astype(bits, copy=False), type)
         value = 0 if operand == "global_smem" else int(re.sub("^0f", "0x", operand.rstrip("U")), 0)
         value = bool(value) if type == "pred" else value & (1 << WIDTHS[type]) - 1
@@ -249,7 +252,8 @@ class _Compiler:
 
         def matrix(m: Machine, reads: list[Read], places: np.ndarray, n_columns: int) -> np.ndarray:
             shape = m.shape + places.shape[2:]
-            held = np.stack([np.broadcast_to(read(m), shape) for read in reads])
+            held = [read(m) for read in reads]
+            held = np.stack([x if x.shape == shape else np.broadcast_to(x, shape) for x in held])
             held = np.moveaxis(held.reshape(len(reads), -1, *places.shape[1:]), 1, 0)
             result = np.empty((len(held), places.size))
             result[:, places.ravel()] = held.reshape(len(held), -1)
@@ -318,13 +322,13 @@ def _guarded(run: Step, line: Instruction) -> Step:
 
     def step(m: Machine) -> None:
         before = m.mask
-        if line.guard:
-            holds = _condition(m, line.guard)
-            if not holds.all():
-                m.mask = holds if before is None else before & holds
+        if line.guard and not (holds := _condition(m, line.guard)).all():
+            m.mask = holds if before is None else before & holds
+            if not m.mask.any():
+                m.mask = before
+                return
         try:
-            if m.mask is None or m.mask.any():
-                run(m)
+            run(m)
         except Fault as fault:
             raise Fault(f"{fault}: {line.text}") from None
         finally:

@@ -62,7 +62,7 @@ class Machine:
         self.registers[register] = value
 
     def full(self, value: np.ndarray) -> np.ndarray:
-        return np.broadcast_to(value, self.shape)
+        return value if value.shape == self.shape else np.broadcast_to(value, self.shape)
 
     def running(self) -> np.ndarray:
         """Return the lanes [P, N] that run."""

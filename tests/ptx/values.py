@@ -28,6 +28,9 @@ def kind_of(type: str) -> str:
     return ("f" if is_float(type) else "i" if type[0] == "s" else "u") + unsigned(type)[1:]
 
 
+PLAIN = {"f32", "f64"} | {f"{kind}{bits}" for kind in "bus" for bits in (8, 16, 32, 64)}
+
+
 def decode(bits: np.ndarray, type: str) -> np.ndarray:
     """Return unsigned `bits` as values of a type."""
     if type.endswith("x2"):
@@ -45,9 +48,9 @@ def encode(value: np.ndarray, type: str) -> np.ndarray:
         bits = value.astype(np.float32).view(np.uint32)
         rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
         return np.where(np.isnan(value), 0x7FFF, rounded).astype(np.uint16)
-    return (
-        value.astype(bool) if type == "pred" else value.astype(kind_of(type)).view(unsigned(type))
-    )
+    if type == "pred":
+        return value.astype(bool, copy=False)
+    return value.astype(kind_of(type), copy=False).view(unsigned(type))
 
 
 def pieces(words: np.ndarray, n: int) -> np.ndarray:
