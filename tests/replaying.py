@@ -31,13 +31,15 @@ class NoHostReads(TorchDispatchMode):
 class FakeGraphs:
     """Stands for a device with graphs: keeps steps and runs them again; may refuse."""
 
+    warm_ups = 2  # runs of a step before it is captured
+
     def __init__(self) -> None:
         self.captured = 0
         self.failing = False
         self.watching: Callable[[], AbstractContextManager] = NoHostReads
 
     def capture(self, step, restore):
-        for _ in range(2):  # warming up runs the step
+        for _ in range(self.warm_ups):
             with self.watching(), mock.patch("fasteagle.sampling._may_look", lambda x: False):
                 step()
             restore()

@@ -42,6 +42,20 @@ def kernels_on_cpu(card, monkeypatch):
     return card
 
 
+@pytest.fixture
+def products_by_torch(kernels_on_cpu, monkeypatch):
+    """Products have tests of their own; of a whole cycle they would take most of the time."""
+    from fasteagle.quant import kernels
+    from ptx.operators import launch_by_torch
+
+    def launched(x, weight, accumulate, cut, out, out_scales, *rest, **kind) -> None:
+        launch_by_torch(x, weight, accumulate, cut, out, out_scales, *rest, **kind)
+        for written in (out, out_scales):
+            kernels_on_cpu.fresh.pop(written, None)
+
+    monkeypatch.setattr(kernels, "_launch", launched)
+
+
 @pytest.fixture(scope="session")
 def cpu_kernels() -> None:
     """Our C++ kernels, built and loaded."""

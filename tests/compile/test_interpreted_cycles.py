@@ -17,21 +17,19 @@ from fasteagle.quant.linear import QuantizedLMHead
 from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import Scheme
 from fasteagle.shapes import FusedShape, TreeShape
-from helpers import eagle3_of, random_head, rest_slow
+from helpers import Even, eagle3_of, random_head, rest_slow
 from interleaved_models import KernelBackend, packed_head, packed_target
 
 PROMPT = [5, 6, 7, 8] * 15  # rows of a tree go on in a second block of keys
 GREEDY, DRAWN = SamplingParams(), SamplingParams(0.8, seed=3)
 TREE, FUSED = TreeShape(2, 3, 5), FusedShape(2, 2, 6, 4)
-PASS = ("interleaved", "norm", "prefix", "finish")
+PASS = ("norm", "prefix", "finish")
 DRAFT = ("chunk", "merge", "rerank", "relations", "commit")
 EXPERTS = ("score", "route", "expert")
 # algorithm, shape, sampling, KV cache, target
 CYCLES = [
     ("eagle1", TREE, GREEDY, "auto", "gqa"),
-    ("eagle3", TREE, DRAWN, "int8", "gqa"),
-    ("eagle3", FUSED, GREEDY, "auto", "gqa"),
-    ("eagle1", FUSED, DRAWN, "int8", "gqa"),
+    ("eagle3", FUSED, DRAWN, "int8", "gqa"),
     ("eagle3", TREE, GREEDY, "auto", "shared expert"),
     ("eagle1", FUSED, DRAWN, "int8", "shared expert"),
 ]
@@ -47,23 +45,27 @@ def made(algorithm: str, shape, kv: str = "auto", name: str = "gqa"):
     return KernelBackend(target, kv), lambda: drafting(head, shape, 128)
 
 
-def answer(backend, params, n: int, drafter=None):
+def answer(backend, params, n: int, drafter=None, processor=None):
     """Text, keys and values, and the engine."""
     engine = Engine(backend.target.model, 128, drafter=drafter, backend=backend)
-    text = [t for ids in engine.generate(PROMPT, params, n) for t in ids]
+    text = [t for ids in engine.generate(PROMPT, params, n, processor=processor) for t in ids]
     return text, engine.cache.rows[:, :, : len(engine.cached)].clone(), engine
 
 
 @pytest.mark.parametrize(("algorithm", "shape", "params", "kv", "name"), rest_slow(CYCLES), ids=str)
 def test_text_and_cache_are_those_of_plain_decoding(
-    kernels_on_cpu, algorithm, shape, params, kv, name
+    kernels_on_cpu, request, algorithm, shape, params, kv, name
 ):
-    """Drafts are accepted, and keys and values are equal bit for bit."""
+    """Keys and values are equal bit for bit, under a grammar too."""
+    if shape is FUSED or name != "gqa":  # one runs the products' kernels, too
+        request.getfixturevalue("products_by_torch")
     backend, drafter = made(algorithm, shape, kv, name)
-    text, cache, _ = answer(backend, params, 10)
-    result, other_cache, engine = answer(backend, params, 10, drafter())
+    processor = Even() if algorithm == "eagle3" and params is DRAWN else None
+    text, cache, _ = answer(backend, params, 6, processor=processor)
+    result, other_cache, engine = answer(backend, params, 6, drafter(), processor)
     assert result == text and torch.equal(other_cache, cache)
-    assert engine.stats.drafted >= 10 and engine.stats.path_lengths
+    assert processor is None or not any(token % 2 for token in text)
+    assert engine.stats.drafted >= 5 and engine.stats.path_lengths
     launched = PASS + DRAFT + (EXPERTS if backend.target.config.moe is not None else ())
     assert kernels_on_cpu.launches.keys() >= {f"{kernel}_kernel" for kernel in launched}
 
@@ -72,6 +74,7 @@ def test_text_and_cache_are_those_of_plain_decoding(
 @pytest.mark.parametrize(
     ("algorithm", "params", "kv"), [("eagle1", GREEDY, "auto"), ("eagle3", DRAWN, "int8")], ids=str
 )
+@pytest.mark.usefixtures("products_by_torch")
 def test_a_second_turn_is_that_of_plain_decoding(kernels_on_cpu, algorithm, params, kv):
     """Text and cache, bit for bit, with prompts cut as on CUDA: one without a mask, then a tree."""
     backend, drafter = made(algorithm, TREE, kv)
@@ -82,7 +85,7 @@ def test_a_second_turn_is_that_of_plain_decoding(kernels_on_cpu, algorithm, para
         text = []
         for turn in (PROMPT + PROMPT[:10], [9, 8, 7]):
             text += turn
-            text += [t for ids in engine.generate(text, params, 6) for t in ids]
+            text += [t for ids in engine.generate(text, params, 3) for t in ids]
         assert engine.stats.cached_tokens > 70
         return text, engine.cache.rows[:, :, : len(engine.cached)].clone()
 
@@ -94,15 +97,16 @@ def test_a_second_turn_is_that_of_plain_decoding(kernels_on_cpu, algorithm, para
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("algorithm", "params"), [("eagle1", DRAWN), ("eagle3", GREEDY)], ids=str)
+@pytest.mark.usefixtures("products_by_torch")
 def test_compiled_pieces_do_what_eager_ones_do(kernels_on_cpu, monkeypatch, algorithm, params):
     """The same drafts are made and accepted, and keys and values are equal bit for bit."""
     from ptx import inductor
 
     backend, drafter = made(algorithm, TREE)
-    text, cache, eager = answer(backend, params, 6, drafter())
+    text, cache, eager = answer(backend, params, 4, drafter())
     compiled = [inductor.compiled(piece) for piece in backend.pieces]
     monkeypatch.setattr(KernelBackend, "pieces", Pieces(*compiled))
-    result, other_cache, engine = answer(backend, params, 6, drafter())
+    result, other_cache, engine = answer(backend, params, 4, drafter())
     assert result == text and torch.equal(other_cache, cache)
     assert engine.stats.path_lengths == eager.stats.path_lengths
-    assert engine.stats.drafted == eager.stats.drafted >= 5
+    assert engine.stats.drafted == eager.stats.drafted > 0

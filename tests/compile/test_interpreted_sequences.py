@@ -29,7 +29,6 @@ from fasteagle.sampling import SamplingMode
 from fasteagle.tree import TreeView, relations
 from helpers import rest_slow
 from interleaved_models import KernelBackend
-from ptx.memory import Fault
 from replaying import PooledGraphs
 from test_interpreted_cycles import FUSED, PROMPT, TREE, made
 from tree_problems import random_parents
@@ -115,9 +114,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("card", [86, 90], indirect=True)
 @pytest.mark.parametrize(
-    ("G", "group", "E", "int8", "dtype", "window", "fused", "trees", "M", "B"), rest_slow(CASES, 2)
+    ("G", "group", "E", "int8", "dtype", "window", "fused", "trees", "M", "B", "card"),
+    rest_slow([(*case, (90, 86)[i % 2]) for i, case in enumerate(CASES)], 2),
+    indirect=["card"],
 )
 def test_rows_have_the_bits_of_their_sequence_alone(
     G, group, E, int8, dtype, window, fused, trees, M, B, kernels_on_cpu
@@ -184,51 +184,12 @@ def test_rows_of_no_sequence_read_no_cache(fused, kernels_on_cpu):
     assert torch.equal(own.member.rows.view(torch.uint8), before.view(torch.uint8))
 
 
-def neighbour(table: Tensor, fields: list[int]) -> Tensor:
-    table[:2, fields] = table[:2, fields].flip(0)
-    return table
-
-
-FAULTS = {
-    "cache of the neighbour": lambda s: neighbour(s.table, [6]),
-    "keys one plane too far": lambda s: s.table[:, 6].add_(s.table[:, 7]),
-    "rows of the neighbour": lambda s: s.members.copy_(1 - s.members.clamp(0, 1)),
-    "length of the neighbour": lambda s: s.seq_lens[:2].copy_(s.seq_lens[:2].flip(0).clone()),
-    "blocks of the neighbour": lambda s: s.blocks[:, 0].copy_(1 - s.blocks[:, 0].clamp(0, 1)),
-    "paths of another row": lambda s: s.paths.copy_(s.paths.roll(1, 0)),
-}
-
-
-@pytest.mark.parametrize("name", rest_slow(list(FAULTS), 2))
-def test_a_planted_fault_is_seen(name, kernels_on_cpu):
-    """Results differ, or a kernel touches what it must not."""
-    n_head, E, M, B, group = 2, 32, 16, 2, 2
-    some = [
-        one(*t, G=1, group=group, E=E, int8=False, dtype=HALF) for t in ((5, 70, 4), (6, 90, 2))
-    ]
-    kept = [own.member.rows.clone() for own in some]
-    expected = torch.cat([alone(own, n_head, E, HALF, None, True, 0) for own in some])
-    for broken in (False, True):
-        for own, rows in zip(some, kept, strict=True):
-            own.member.rows.copy_(rows)
-        sequences = gathered([own.member for own in some], M, B, group, block_of(M, B, group))
-        if broken:
-            FAULTS[name](sequences)
-        try:
-            y = together(some, M, B, sequences, n_head, E, HALF, None, True, 0)
-            equal = torch.equal(y[: len(expected)], expected)
-        except Fault:
-            equal = False
-        assert equal is not broken
-
-
 # drafting, shape, KV cache, target, temperature of each text, whether cycles are replayed
 BATCHES = [
     ("eagle1", TREE, "auto", "gqa", (0, 0), True),
-    ("eagle3", FUSED, "int8", "gqa", (0.7, 0.8, 1.2), True),
+    ("eagle3", FUSED, "int8", "window", (0.7, 0.8, 0), True),
     ("eagle3", TREE, "auto", "shared expert", (0, 0.8, 0), False),
-    (None, None, "auto", "qwen3", (0, 0.8, 0), True),
-    ("eagle1", TREE, "auto", "window", (0.5, 0, 0), True),
+    (None, None, "auto", "qwen3", (0, 0.8), True),
 ]
 
 
@@ -238,12 +199,15 @@ class Replayed(KernelBackend):
     _replays = True
 
     def runner(self, state):
-        return CapturedRunner(self, state, PooledGraphs())
+        graphs = PooledGraphs()
+        graphs.warm_ups = 1
+        return CapturedRunner(self, state, graphs)
 
 
 @pytest.mark.parametrize(
     ("algorithm", "shape", "kv", "name", "temperatures", "replayed"), rest_slow(BATCHES), ids=str
 )
+@pytest.mark.usefixtures("products_by_torch")
 def test_texts_and_caches_are_those_written_alone(
     algorithm, shape, kv, name, temperatures, replayed, kernels_on_cpu, monkeypatch
 ):
@@ -259,7 +223,7 @@ def test_texts_and_caches_are_those_written_alone(
     def engine():
         return Engine(model, 128, drafter=drafter() if algorithm else None, backend=backend)
 
-    texts = [(PROMPT[:20], 9 if n_jobs > 2 else 4), (PROMPT[:9], 5), (PROMPT[3:5], 3)]
+    texts = [(PROMPT[:20], 6 if n_jobs > 2 else 4), (PROMPT[:9], 4), (PROMPT[3:5], 3)]
     jobs = [
         (prompt, SamplingParams(temperature, seed=3 + i), n)
         for i, ((prompt, n), temperature) in enumerate(zip(texts, temperatures, strict=False))

@@ -26,6 +26,32 @@ def _(x, scale, eps):
     return block_kernels.add_norm(x, None, scale, eps, scale.dtype)[1]
 
 
+def half_range(values: Tensor, exponent: int) -> tuple[Tensor, Tensor]:
+    """Spans of `SPAN` columns as kernels write them: fp16 [M, N], and scales [M, N / SPAN]."""
+    spans = values.unflatten(1, (-1, quant_kernels.SPAN))
+    most = spans.abs().amax(-1)
+    scales = torch.where(most >= 2.0 ** (exponent + 1), 2.0 ** (most.log2().floor() - exponent), 1)
+    return (spans / scales.unsqueeze(-1)).half().flatten(1), scales
+
+
+def launch_by_torch(x, weight, accumulate, cut, out, out_scales, scales, gated=False) -> None:
+    """Stand for the launch of a product, whose kernel takes most of a pass to interpret.
+
+    Rows are computed one by one, so that the bits of each are its own.
+    """
+    dense, rows = interleaved.dequantize(weight).double(), x.double()
+    if scales is not None:
+        rows = rows * scales.T.repeat_interleave(quant_kernels.SPAN, 1)
+    sums = torch.stack([dense @ row for row in rows[:, : weight.K]]).float()
+    out.zero_()
+    if not gated:
+        out[0, :, : weight.N] = sums
+        return
+    values = torch.nn.functional.silu(sums[:, 0::2]) * sums[:, 1::2]
+    out[0], ranges = half_range(values, interleaved.LARGEST_EXPONENT[accumulate])
+    out_scales.copy_(ranges.T)
+
+
 @torch.library.custom_op("fasteagle_tests::product", mutates_args=())
 def product(
     x: Tensor,
