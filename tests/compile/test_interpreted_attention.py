@@ -82,9 +82,7 @@ TREES = [
 ]
 
 
-# Each with one kind of cache on one card, and with the other kind on the other.
-ON_CARDS = [(*tree, i % 2 == 1, 86) for i, tree in enumerate(TREES)]
-ON_CARDS += [(*tree, i % 2 == 0, 90) for i, tree in enumerate(TREES)]
+ON_CARDS = [(*tree, i % 2 == 1, 86 if i % 3 else 90) for i, tree in enumerate(TREES)]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +94,7 @@ def test_rows_have_the_bits_of_plain_decoding(T, seq_len, group, dtype, window, 
     p = problem(T, seq_len, group=group, dtype=dtype, window=window, spread=spread)
     p = p.in_8_bits() if int8 else p
     whole = run(p)
-    for j in range(T):
+    for j in (0, T // 3, T // 2, T - 1):
         assert torch.equal(run(p.row(j))[:, :, 0], whole[:, :, j]), j
 
 
