@@ -1,6 +1,6 @@
 """Every backend over the same cases: drafting changes no token, whatever runs the parts.
 
-`cuda` runs its kernels as compiled, in our interpreter of PTX.
+Those that take long have more in `test_compiled_cycles.py` and `test_interpreted_cycles.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import functools
 import pytest
 import torch
 
-from fasteagle.compile.blocks import compile_now, missing_compiler
 from fasteagle.compile.cpu_backend import CpuBackend
 from fasteagle.config import MoEConfig
 from fasteagle.decoding.runner import Backend
@@ -26,29 +25,11 @@ from fasteagle.quant import cpu_build
 from fasteagle.quant.scheme import Scheme
 from fasteagle.shapes import FusedShape, TreeShape
 from helpers import Even, eagle3_of, random_head, random_target, tiny_config
-from interleaved_models import KernelBackend, packed_head, packed_target
 from native_models import MIXTRAL, SHAPE, native_target
 
-BACKENDS = [
-    "eager",
-    "cpu",
-    "eager experts",
-    "cpu int4 experts",
-    "cpu int8 experts",
-    pytest.param(
-        "compiled",
-        marks=[
-            pytest.mark.slow,
-            pytest.mark.skipif(missing_compiler() is not None, reason="no g++"),
-        ],
-    ),
-    pytest.param("cuda", marks=pytest.mark.slow),
-]
+BACKENDS = ["eager", "cpu", "eager experts", "cpu int4 experts", "cpu int8 experts"]
 DRAWN = [SamplingParams(), SamplingParams(0.8, seed=3)]
-# A token takes seconds in the interpreter, and compiling half a minute a case:
-# test_interpreted_cycles.py and test_compiled_cycles.py, whose shapes these are, have more of them.
 TREE, FUSED = TreeShape(2, 2, 4), FusedShape(2, 2, 8, 6)
-FEW_CASES = {"cuda": [("eagle3 tree", DRAWN[1])], "compiled": [("eagle3 tree", DRAWN[1])]}
 DRAFTERS = {
     "eagle1 tree": ("eagle1", lambda head: EagleDrafter(head, TREE, 512)),
     "eagle3 tree": ("eagle3", lambda head: EagleDrafter(head, TREE, 512)),
@@ -66,82 +47,72 @@ def model_of(name: str) -> Transformer:
         cpu_build.load()
         config = tiny_config(**(MIXTRAL if name.endswith("experts") else SHAPE))
         return native_target(config, bits=8 if "int8" in name else 4)
-    if name == "cuda":
-        return packed_target("gqa", n_layer=1, vocab_size=64)[0]
     return random_target(tiny_config(moe=MoEConfig(6, 2, 24) if "experts" in name else None))
 
 
 def made(name: str, algorithm: str | None):
     """A backend by name over a tiny model, and a draft head for it."""
     model = model_of(name)
-    if name.startswith("cpu"):
-        backend: Backend = CpuBackend(model)
-    else:
-        backend = KernelBackend(model) if name == "cuda" else Backend(Target(model))
+    backend = CpuBackend(model) if name.startswith("cpu") else Backend(Target(model))
     if algorithm is None:
         return backend, None
     head = random_head(model, eagle3=eagle3_of(algorithm, model.config), rope_base=10000.0)
     if name.startswith("cpu"):
         quantize_head_(head, Scheme(8, head_bits=8), native=True)
-    if name == "cuda":
-        head, _ = packed_head(head)
-        head.borrow(model, 512)
     return backend, head
 
 
-def engine_of(backend: Backend, name: str, params: SamplingParams, drafter=None) -> Engine:
+def answer(backend, drafter, params, n, processor=None):
+    """The text, and the engine that wrote it."""
     engine = Engine(backend.target.model, 512, drafter=drafter, backend=backend)
-    assert name != "compiled" or compile_now(engine, params)
-    return engine
-
-
-def answer(engine, params, n, prompt=(5, 6, 7, 8), processor=None) -> list[int]:
-    run = engine.generate(list(prompt), params, n, processor=processor)
-    return [t for new in run for t in new]
+    run = engine.generate([5, 6, 7, 8], params, n, processor=processor)
+    return [t for new in run for t in new], engine
 
 
 @functools.cache
-def plain(name: str, params: SamplingParams, n: int, n_limited: int) -> tuple[list[int], list[int]]:
+def plain(name: str, params: SamplingParams) -> tuple[list[int], list[int]]:
     """What plain decoding answers, without a grammar and with one."""
-    engine = engine_of(made(name, None)[0], name, params)
-    return answer(engine, params, n), answer(engine, params, n_limited, processor=Even())
+    backend, _ = made(name, None)
+    limited, _ = answer(backend, None, params, 6, processor=Even())
+    return answer(backend, None, params, 30)[0], limited
 
 
-@pytest.fixture(params=BACKENDS)
-def name(request):
-    if request.param == "cuda":
-        request.getfixturevalue("kernels_on_cpu")
-    return request.param
+CASES = [  # greedy and drawn in turn
+    (name, DRAWN[(i + j) % 2], drafting)
+    for i, name in enumerate(BACKENDS)
+    for j, drafting in enumerate(DRAFTERS)
+]
 
 
-@pytest.mark.parametrize("params", DRAWN, ids=str)
-@pytest.mark.parametrize("drafting", DRAFTERS)
+@pytest.mark.parametrize(("name", "params", "drafting"), CASES, ids=str)
 def test_drafting_changes_no_token(name, params, drafting):
-    if (drafting, params) not in FEW_CASES.get(name, [(drafting, params)]):
-        pytest.skip("takes long; test_interpreted_cycles.py and test_compiled_cycles.py have more")
     algorithm, make = DRAFTERS[drafting]
     backend, head = made(name, algorithm)
-    n, n_limited = (5, 2) if name == "cuda" else (30, 6)
-    expected, limited = plain(name, params, n, n_limited)
-    engine = engine_of(backend, name, params, make(head))
-    assert answer(engine, params, n) == expected
+    drafter, (expected, limited) = make(head), plain(name, params)
+    text, engine = answer(backend, drafter, params, 30)
+    assert text == expected
     assert name.startswith(backend.name) and backend.describe().startswith(
         f"backend {backend.name}"
     )
     assert engine.stats.drafted > 0 or drafting == "ngram"
     assert not any(token % 2 for token in limited)
-    assert answer(engine, params, n_limited, processor=Even()) == limited
+    assert answer(backend, drafter, params, 6, processor=Even())[0] == limited
 
 
+@pytest.mark.parametrize("name", BACKENDS)
 def test_a_long_prompt(name):
     """In parts, behind which drafting and the next answer go on."""
     backend, head = made(name, "eagle1")
-    n, prompt = (2, [5, 6, 7, 8] * 17) if name == "cuda" else (20, [5, 6, 7, 8] * 90)
-    plain = engine_of(backend, name, DRAWN[0])
-    engine = engine_of(backend, name, DRAWN[0], EagleDrafter(head, TREE, 512))
+    prompt = [5, 6, 7, 8] * 90
+    engines = [
+        Engine(backend.target.model, 512, drafter=drafter, backend=backend)
+        for drafter in (None, EagleDrafter(head, TREE, 512))
+    ]
     for _ in range(2):
-        expected = answer(plain, DRAWN[0], n, prompt)
-        assert answer(engine, DRAWN[0], n, prompt) == expected
+        expected, text = (
+            [t for new in engine.generate(prompt, DRAWN[0], 20) for t in new] for engine in engines
+        )
+        assert text == expected
         prompt = [*prompt, *expected, 9]
 
 

@@ -22,6 +22,7 @@ from fasteagle.options import SamplingParams
 from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import FusedShape, TreeShape
 from helpers import (
+    Even,
     captured_engine,
     eager_engine,
     eagle3_of,
@@ -75,38 +76,43 @@ def test_compiled_blocks_take_a_tree_view(target):
         assert answer(engine) == expected
 
 
+@pytest.fixture(scope="module")
+def engine(target):
+    """An engine of a tree of EAGLE-3, compiled to draw."""
+    head = random_head(target, eagle3=eagle3_of("eagle3", target.config))
+    made = Engine(target, 512, drafter=EagleDrafter(head, TREE, 512))
+    assert compile_now(made, SamplingParams(0.8))
+    assert len(made.runner.compiled) == 2  # plain, and the tree
+    return made
+
+
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize(
-    ("algorithm", "params"), [("eagle1", GREEDY), ("eagle3", SamplingParams(0.8, seed=3))], ids=str
-)
-def test_compiled_pieces_are_the_eager_ones(target, algorithm, params):
+def test_compiled_pieces_are_the_eager_ones(target, engine):
     """A chat through every cache size: the same drafts, and no value makes another variant."""
-    head = random_head(target, eagle3=eagle3_of(algorithm, target.config))
-    engine, eager = (Engine(target, 512, drafter=EagleDrafter(head, TREE, 512)) for _ in range(2))
-    assert compile_now(engine, params)
-    assert len(engine.runner.compiled) == 2  # plain, and the tree
+    eager = Engine(target, 512, drafter=EagleDrafter(engine.drafter.head, TREE, 512))
     text = list(PROMPT)
     with torch.compiler.set_stance("fail_on_recompile"):
         for turn in range(7):
-            params = SamplingParams(params.temperature, seed=turn)
+            params = SamplingParams(0.8, seed=turn)
             expected = answer(eager, text, params, 40)
             assert answer(engine, text, params, 40) == expected
             assert engine.stats.path_lengths == eager.stats.path_lengths
             text += [*expected, *PROMPT * (turn + 1)]
     assert len(engine.cached) > 380
+    texts = [[*each.generate(PROMPT, params, 6, processor=Even())] for each in (eager, engine)]
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.slow
 @needs_compiler
-def test_answers_beside_each_other_share_compiled_pieces(target):
+def test_answers_beside_each_other_share_compiled_pieces(target, engine):
     """No value of a sibling's state or drafter was compiled in."""
-    head = random_head(target, eagle3=eagle3_of("eagle3", target.config))
-    engine = Engine(target, 512, drafter=EagleDrafter(head, TREE, 512))
     jobs = [(PROMPT, 30), (PROMPT[:5], 20), ([7, 8, 9] * 20, 25)]
     params = [SamplingParams(0.8, seed=seed) for seed in range(3)]
-    expected = [answer(engine, *job[:1], params[i], job[1]) for i, job in enumerate(jobs)]
-    assert compile_now(engine, params[0])
+    expected = [
+        answer(Engine(target, 512), *job[:1], params[i], job[1]) for i, job in enumerate(jobs)
+    ]
     several, texts = Batch(engine, 3), {i: [] for i in range(3)}
     for i, (prompt, n) in enumerate(jobs):
         start = functools.partial(
@@ -152,7 +158,7 @@ def test_graphs_hold_compiled_pieces(target):
     """As on CUDA, where every way to draw is compiled and then captured."""
     params = DRAWN[3]
     engine = captured_engine(target, 512)
-    engine.use(EagleDrafter(random_head(target), TREE, 512))
+    engine.use(NgramDrafter(4))
     expected = answer(Engine(target, 512), params=params)
     engine.on_cpu = False
     compiler = CycleCompiler(engine, SamplingMode.of(params, target.config.vocab_size))
