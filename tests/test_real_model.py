@@ -22,7 +22,7 @@ from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.model import Target
 from fasteagle.options import DEFAULT_MODEL, DraftOptions, RuntimeOptions, SamplingParams
 from fasteagle.prompts import read_questions
-from helpers import logits_of
+from helpers import logits_of, rest_slow
 
 pytestmark = pytest.mark.real_model
 
@@ -105,19 +105,16 @@ PROMPTS = (
 )
 
 
-DRAWN = (SamplingParams(0.7, top_p=0.9, seed=1), SamplingParams(1.0, min_p=0.05))
+ASKED = [
+    (SamplingParams(), PROMPTS[0]),
+    (SamplingParams(), PROMPTS[2]),
+    (SamplingParams(0.7, top_p=0.9, seed=1), PROMPTS[1]),
+    (SamplingParams(1.0, min_p=0.05), PROMPTS[2]),
+]
 
 
-@pytest.mark.parametrize(
-    ("params", "texts"),
-    [
-        (SamplingParams(), PROMPTS[:1]),
-        pytest.param(SamplingParams(), PROMPTS[1:], marks=pytest.mark.slow),
-        *(pytest.param(params, PROMPTS, marks=pytest.mark.slow) for params in DRAWN),
-    ],
-    ids=str,
-)
-def test_speculation_changes_no_token(checkpoint, model, tokenizer, params, texts):
+@pytest.mark.parametrize(("params", "text"), rest_slow(ASKED), ids=str)
+def test_speculation_changes_no_token(checkpoint, model, tokenizer, params, text):
     """fp32 on the CPU: every drafter, the model itself as the draft model too, against plain."""
     from fasteagle.drafting.draft_model import ModelDrafter
     from fasteagle.drafting.eagle import EagleDrafter
@@ -141,19 +138,18 @@ def test_speculation_changes_no_token(checkpoint, model, tokenizer, params, text
         ModelDrafter(Target(model), TreeShape(2, 1, 2), 1024, model.config.vocab_size),
         NgramDrafter(),
     ]
-    for text in texts:
-        prompt = tokenizer.encode(tokenizer.render([{"role": "user", "content": text}]))
+    prompt = tokenizer.encode(tokenizer.render([{"role": "user", "content": text}]))
 
-        def answer(drafter, prompt=prompt):
-            engine.use(drafter)
-            engine.restart()
-            cycles = engine.generate(prompt, params, 48, tokenizer.eos_ids)
-            return [t for ids in cycles for t in ids]
+    def answer(drafter):
+        engine.use(drafter)
+        engine.restart()
+        cycles = engine.generate(prompt, params, 48, tokenizer.eos_ids)
+        return [t for ids in cycles for t in ids]
 
-        expected = answer(None)
-        for drafter in drafters:
-            assert answer(drafter) == expected, (text, drafter.name, drafter.shape)
-            assert drafter in drafters[-4:] or engine.stats.tau > 1.1
+    expected = answer(None)
+    for drafter in drafters:
+        assert answer(drafter) == expected, (drafter.name, drafter.shape)
+        assert drafter in drafters[-4:] or engine.stats.tau > 1.1
 
 
 def test_the_shipped_head_belongs_to_the_model(checkpoint):

@@ -28,6 +28,7 @@ from helpers import (
     pairs,
     random_head,
     random_target,
+    rest_slow,
     spec_of,
     tiny_config,
 )
@@ -121,13 +122,17 @@ def tokens(engine, prompt=PROMPT, params=GREEDY, n=60, eos=frozenset()):
     return [t for ids in engine.generate(prompt, params, n, eos) for t in ids]
 
 
-@pytest.mark.parametrize("params", DRAWN, ids=str)
-def test_every_drafter_gives_the_tokens_of_plain_decoding(target, head, params):
-    """All of them where logits stay as they are and nothing is drawn, else one of each kind."""
+WAYS = [("eagle1", GREEDY), ("eagle3", GREEDY)]
+WAYS += [(("eagle1", "eagle3")[i % 2], params) for i, params in enumerate(DRAWN[1:])]
+
+
+@pytest.mark.parametrize(("algorithm", "params"), WAYS, ids=str)
+def test_every_drafter_gives_the_tokens_of_plain_decoding(target, algorithm, params):
+    """All of them with one kind of head and where nothing is drawn, else one of each kind."""
     n = 40
     expected = tokens(Engine(target, 512), params=params, n=n)
-    made = drafters(target, head)
-    for name in made if params == GREEDY else ONE_OF_EACH:
+    made = drafters(target, random_head(target, eagle3=eagle3_of(algorithm, target.config)))
+    for name in made if (algorithm, params) == WAYS[0] else ONE_OF_EACH:
         drafter = made[name]
         engine = Engine(target, 512, drafter=drafter)
         assert tokens(engine, params=params, n=n) == expected, name
@@ -187,16 +192,12 @@ def test_logits_after_the_end_of_an_answer_do_not_matter(target):
             list(engine.generate(PROMPT, GREEDY, 60, processor=Breaks()))
 
 
-def test_a_drafter_that_is_never_right(target):
+def test_a_drafter_that_is_never_or_sometimes_right(target):
     truth = PROMPT + tokens(Engine(target, 512))
     wrong = [(t + 1) % 60 for t in truth]
     engine = Engine(target, 512, drafter=Fake(oracle(wrong, 3), 4, 3))
     assert tokens(engine) == truth[len(PROMPT) :]
     assert engine.stats.tau == 1.0 and engine.stats.accepted == 0
-
-
-def test_a_drafter_that_is_sometimes_right(target):
-    truth = PROMPT + tokens(Engine(target, 512))
     engine = Engine(target, 512, drafter=Fake(oracle(truth, 4, every=3), 5, 4))
     assert tokens(engine) == truth[len(PROMPT) :]
     assert 1.5 < engine.stats.tau < 4
@@ -355,44 +356,46 @@ def test_a_tree_deeper_than_the_state_has_room_for(target, head):
     assert tokens(Engine(target, 512, drafter=EagleDrafter(head, TreeShape(63, 1, 63), 512)), n=9)
 
 
-# Tracing takes seconds a level: each kind of drafter and of shape, none in several sizes.
-TRACED = ("eagle 1-4-3", "eagle 3-4-7", "chain", "trimmed", "by confidence", "no rerank", "static")
-TRACED += ("ngram", "fused 3-3-8-8", "fused 1-2-12-11", "fused trimmed", "lookup alone")
+# Tracing takes seconds a level: each kind of drafter and of shape once, with one kind of head.
+DRAW = SamplingParams(0.8, seed=3)
+TRACED = [
+    ("eagle1", "fused 3-3-8-8", GREEDY),
+    ("eagle3", "static two levels", DRAW),
+    ("eagle1", "eagle 3-4-7", DRAW),
+    ("eagle3", "eagle 1-4-3", GREEDY),
+    ("eagle1", "trimmed", GREEDY),
+    ("eagle3", "chain", DRAW),
+    ("eagle3", "by confidence", GREEDY),
+    ("eagle1", "ngram", DRAW),
+    ("eagle3", "fused 1-2-12-11", DRAW),
+    ("eagle1", "fused trimmed", DRAW),
+    ("eagle3", "lookup alone", GREEDY),
+]
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    ("names", "params"),
-    [
-        (("static two levels", "fused 3-3-8-8"), GREEDY),
-        pytest.param(TRACED, GREEDY, marks=pytest.mark.slow),
-        pytest.param(TRACED, SamplingParams(0.8, seed=3), marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_the_whole_cycle_is_one_graph_whatever_the_length(target, head, names, params):
+@pytest.mark.parametrize(("algorithm", "name", "params"), rest_slow(TRACED, 2), ids=str)
+def test_the_whole_cycle_is_one_graph_whatever_the_length(target, algorithm, name, params):
     """No break, nothing read by the host; the committed length is a value, not another graph."""
-    if names is TRACED and (params is GREEDY) == (head.config.eagle3 is not None):
-        pytest.skip("tracing takes half a minute: each kind of head draws one way")
     kind, _ = drawing(params, target.config.vocab_size)
-    made = drafters(target, head)
-    for drafter in (made[name] for name in names):
-        torch._dynamo.reset()
-        drafter.reserve(256)
-        fast, slow = empty_state(target), empty_state(target)
+    head = random_head(target, eagle3=eagle3_of(algorithm, target.config))
+    drafter = drafters(target, head)[name]
+    torch._dynamo.reset()
+    drafter.reserve(256)
+    fast, slow = empty_state(target), empty_state(target)
+    for state in (fast, slow):
+        state.read_aux_layers(drafter.aux_layers, target.config.dim)
+    spec = spec_of(drafter.shape, drafter.shape.depth + 1, kind)
+    compiled = torch.compile(decode_cycle, fullgraph=True, backend="eager")
+    for seq_len in (7, 20, 33):
         for state in (fast, slow):
-            state.read_aux_layers(drafter.aux_layers, target.config.dim)
-        spec = spec_of(drafter.shape, drafter.shape.depth + 1, kind)
-        compiled = torch.compile(decode_cycle, fullgraph=True, backend="eager")
-        for seq_len in (7, 20, 33):
-            for state in (fast, slow):
-                state.load([*range(1, 9)] * 5, torch.ones(1, state.features.shape[1]), params)
-                state.seq_len.fill_(seq_len)
-            compiled(fast, target, drafter, spec)
-            decode_cycle(slow, target, drafter, spec)
-            assert all(map(torch.equal, fast.advanced, slow.advanced)), drafter.name
-            torch.compiler.set_stance("fail_on_recompile")
-        torch.compiler.set_stance("default")
+            state.load([*range(1, 9)] * 5, torch.ones(1, state.features.shape[1]), params)
+            state.seq_len.fill_(seq_len)
+        compiled(fast, target, drafter, spec)
+        decode_cycle(slow, target, drafter, spec)
+        assert all(map(torch.equal, fast.advanced, slow.advanced))
+        torch.compiler.set_stance("fail_on_recompile")
+    torch.compiler.set_stance("default")
     torch._dynamo.reset()
 
 

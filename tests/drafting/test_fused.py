@@ -232,9 +232,8 @@ def test_a_corpus_is_looked_up_too(target, head):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_it_compiles_whole_and_draws_nothing_on_the_host(target, head, temperature):
-    params = SamplingParams(temperature, seed=4)
+def test_it_compiles_whole_and_draws_nothing_on_the_host(target, head):
+    params = SamplingParams(0.9 if head.config.eagle3 is None else 0.0, seed=4)
     kind, _ = drawing(params, 60)
     text = [*range(3, 30), *range(3, 13)]
     for shape in (FusedShape(3, 2, 9, 6), FusedShape(0, 1, 6, 8)):
