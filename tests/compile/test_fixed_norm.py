@@ -7,7 +7,6 @@ from unittest import mock
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from fasteagle.compile import cuda_blocks, fixed_norm
 from fasteagle.compile.fixed_norm import keep_sums_finite
@@ -19,7 +18,7 @@ from fasteagle.model import RMSNorm, causal_mask, place
 from fasteagle.options import DraftOptions, RuntimeOptions
 from fasteagle.quant import cuda_linear
 from fasteagle.quant.cuda_linear import InterleavedLinear
-from helpers import random_head
+from helpers import change_tensors, random_head
 from interleaved_models import KernelBackend, fused_target, packed_target
 
 LARGEST = 511.5  # at D = 128: sqrt(128 * 128) * 511.5 is 65,472
@@ -102,27 +101,19 @@ def sums_in_fp16(monkeypatch):
 def test_scales_are_looked_at_while_loading(
     tiny_dir, tmp_path, monkeypatch, capsys, sums_in_fp16, scale, sums
 ):
+    """Of the model, and of a draft head."""
+    monkeypatch.setattr(opening, "prove", lambda *args: None)  # kernels are for CUDA
     folder = shutil.copytree(tiny_dir, tmp_path / "model")
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.0.post_attention_layernorm.weight"].fill_(scale)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    name = "model.layers.0.post_attention_layernorm.weight"
+    change_tensors(folder, lambda tensors: tensors[name].fill_(scale))
     options = RuntimeOptions(device="cpu", quant="int4-g32", dtype="fp16", max_seq_len=64)
     runtime = opening.open_model(str(folder)).loaded(options)
-    assert accumulates(runtime.engine.model.blocks) == {sums}
+    engine = runtime.engine
+    assert accumulates(engine.model.blocks) == {sums}
     assert ("sums of the model might be" in capsys.readouterr().err) == (sums == "fp32")
-
-
-@pytest.mark.parametrize(("scale", "sums"), [(1.0, "fp16"), (3000.0, "fp32")])
-def test_scales_of_a_draft_head_are_looked_at_too(
-    tiny_dir, tmp_path, monkeypatch, capsys, sums_in_fp16, scale, sums
-):
-    monkeypatch.setattr(opening, "prove", lambda *args: None)  # kernels are for CUDA
-    options = RuntimeOptions(device="cpu", quant="int4-g32", dtype="fp16", max_seq_len=64)
-    runtime = opening.open_model(str(tiny_dir)).loaded(options)
-    head = random_head(runtime.engine.model, rope_scaling=None, rope_base=10000.0)
+    head = random_head(engine.model, rope_scaling=None, rope_base=10000.0)
     head.block.mlp_norm.weight.data.fill_(scale)
     save_head(tmp_path / "head", head, {}, torch.float32)
-    engine = runtime.engine
     draft = DraftOptions("eagle", str(tmp_path / "head"))
     drafter = Drafting(draft).drafter("x", engine, runtime.checkpoint, lambda line: None)
     engine.use(drafter)
