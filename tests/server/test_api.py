@@ -9,9 +9,8 @@ import httpx
 import openai
 import pytest
 
-from conftest import LETTER_ID, QWEN
+from conftest import LETTER_ID, QWEN, number
 from fasteagle.answering.answer import AnswerRequest, Chunk
-from fasteagle.answering.known_texts import KnownTexts
 from fasteagle.decoding.stats import Stats
 from fasteagle.logits import TokenLogprob
 from fasteagle.options import AnswerOptions, SamplingParams
@@ -130,11 +129,6 @@ def test_logprobs(client, name, live):
     assert count == 16
 
 
-def test_logit_bias(client, name, live):
-    reply = ask(client, name, logit_bias={str(LETTER_ID): 100}, max_tokens=5)
-    assert reply.choices[0].message.content == "qqqqq"
-
-
 def test_fields_that_change_nothing_here(client, name):
     ignored = {"user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto"}
     ignored |= {"safety_identifier": "x", "prompt_cache_key": "y", "verbosity": "low"}
@@ -189,13 +183,6 @@ def test_logprobs_are_those_before_the_bias(client, name):
         assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
 
 
-def test_of_known_texts_the_longest_goes_on(live):
-    texts = KnownTexts(live.llm.tokenizer)
-    for text, ids in (("ab", [1]), ("abcd", [2, 3]), ("abc", [4])):
-        texts.add(text, ids, [])
-    assert texts.encode("abcdx") == [2, 3, *live.llm.tokenizer.encode("x")]
-
-
 def test_system_prompts_and_parts(client, name, live):
     parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
     messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]
@@ -223,17 +210,6 @@ def test_a_message_cannot_end_its_turn(client, name, live):
         == live.llm.chat(forged, max_new_tokens=1).stats.prompt_tokens
     )
     assert len(tokens(prompt="<|end|>", add_special_tokens=False)) == 1
-
-
-def test_an_answer_can_be_sent_back(client, name):
-    first = ask(client, name)
-    messages = [
-        {"role": "user", "content": "hello"},
-        first.choices[0].message,
-        {"role": "user", "content": "go on"},
-    ]
-    reply = client.chat.completions.create(model=name, messages=messages)
-    assert reply.usage.prompt_tokens > first.usage.total_tokens
 
 
 def test_an_answer_can_be_sent_back_with_all_its_fields(client, name, live, monkeypatch):
@@ -321,17 +297,6 @@ def test_structured_output(client, name):
         assert re.match(pattern, text), extra
 
 
-def test_tokenize_and_back(live):
-    found = httpx.post(f"{live.url}/tokenize", json={"prompt": "héllo"}).json()
-    assert found["count"] == len(found["tokens"]) == 6 and found["max_model_len"] == 2048
-    back = httpx.post(f"{live.url}/detokenize", json={"tokens": found["tokens"]}).json()
-    assert back == {"prompt": "héllo"}
-    messages = [{"role": "user", "content": "x"}]
-    found = httpx.post(f"{live.url}/tokenize", json={"messages": messages}).json()
-    text = httpx.post(f"{live.url}/detokenize", json={"tokens": found["tokens"]}).json()["prompt"]
-    assert text == "<|user|>x<|end|><|assistant|>"
-
-
 def test_follow_ups_compute_only_what_is_new_though_conversations_alternate(client, live):
     """The second question of each finds the first one, whichever came between."""
     name, histories = live.server.name, {}
@@ -353,28 +318,9 @@ def test_follow_ups_compute_only_what_is_new_though_conversations_alternate(clie
 def test_health_metrics_and_page(client, name, live):
     ask(client, name)
     assert httpx.get(f"{live.url}/health").json() == {"status": "ok", "model": name}
-    text = httpx.get(f"{live.url}/metrics").text
-    for metric in (
-        "spec_decode_num_drafts_total",
-        "spec_decode_num_draft_tokens_total",
-        "spec_decode_num_accepted_tokens_total",
-        "spec_decode_num_accepted_tokens_per_pos_total",
-        "prompt_tokens_total",
-        "generation_tokens_total",
-        "prefix_cache_queries_total",
-        "prefix_cache_hits_total",
-        "request_success_total",
-        "time_to_first_token_seconds_count",
-        "request_time_per_output_token_seconds_count",
-        "e2e_request_latency_seconds_count",
-        "request_queue_time_seconds_count",
-        "num_requests_running",
-        "num_requests_waiting",
-    ):
-        found = re.search(rf'^vllm:{metric}{{.*model_name="{name}".*}} ([0-9.e+]+)$', text, re.M)
-        assert found, metric
-        if not metric.startswith("num_"):
-            assert float(found[1]) > 0, metric
+    for metric in ("num_requests_running", "num_requests_waiting"):
+        assert number(live, f"vllm:{metric}{{.*}}") == 0
+    assert number(live, "vllm:request_queue_time_seconds_count{.*}") > 0
     page = httpx.get(live.url)
     assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in page.headers["content-security-policy"]
@@ -382,7 +328,7 @@ def test_health_metrics_and_page(client, name, live):
 
 def test_metrics_count_what_happened():
     class Done:
-        stats = Stats(prompt_tokens=10, cached_tokens=4, new_tokens=6, passes=3, drafted=12)
+        stats = Stats(10, cached_tokens=4, new_tokens=6, passes=3, drafted=12, decode_seconds=2.5)
         outcome, first_token, seconds = "eos", 0.5, 1.0
 
     Done.stats.path_lengths = [2, 0, 1]
@@ -396,5 +342,9 @@ def test_metrics_count_what_happened():
         'vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="1"} 1.0',
         'vllm:prefix_cache_hits_total{model_name="m"} 4.0',
         'vllm:request_success_total{finished_reason="stop",model_name="m"} 1.0',
+        'vllm:generation_tokens_total{model_name="m"} 6.0',
+        'vllm:time_to_first_token_seconds_sum{model_name="m"} 0.5',
+        'vllm:request_time_per_output_token_seconds_sum{model_name="m"} 0.5',
+        'vllm:e2e_request_latency_seconds_sum{model_name="m"} 1.0',
     ):
         assert line in text

@@ -77,10 +77,9 @@ def test_who_leaves_while_planning_keeps_the_place_until_it_is_over(loaded, plan
     ],
     ids=["messages", "parts", "calls"],
 )
-@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
-def test_a_body_of_many_small_parts_is_refused_by_their_number(live, path, messages):
+def test_a_body_of_many_small_parts_is_refused_by_their_number(live, messages):
     """To check 300,000 of them, 8 MiB, took the event loop 3 to 6 seconds."""
-    reply = httpx.post(live.url + path, json={"messages": messages})
+    reply = httpx.post(live.url + CHAT, json={"messages": messages})
     error = reply.json()["error"]
     assert reply.status_code == 400 and error["param"] == "messages"
     assert error["message"].endswith("with their parts and calls: use at most 16,384")
@@ -193,16 +192,6 @@ def test_a_grammar_that_takes_long_is_refused_in_time_and_holds_up_nobody(live):
     assert seconds < 10 and n_others > 5
 
 
-def test_who_leaves_has_no_second_grammar_compiled_beside_the_first(live, compiling):
-    begun, go_on = compiling
-    for _ in range(2):
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(live.url + CHAT, json={**SHORT, "guided_regex": "[ab]+"}, timeout=0.3)
-    assert len(begun) == 1
-    go_on.set()
-    until(lambda: live.server.queue.n_waiting == 0)
-
-
 def test_a_long_text_is_read_beside_the_others(live, monkeypatch):
     """One of a client's at a time; who leaves has no second one read beside the first."""
     begun, go_on, original = [], threading.Event(), live.llm.tokenizer.encode_document
@@ -230,18 +219,6 @@ def test_a_long_text_is_read_beside_the_others(live, monkeypatch):
         assert {len(job.result().json()["tokens"]) for job in asked} == {40_000}
     assert len(begun) == 3
     until(lambda: live.server.queue.n_waiting == 0)
-
-
-def test_texts_that_are_read_at_the_same_time_are_read_right(live):
-    """One tokenizer serves all threads."""
-    texts = [letter * n for letter in "aé" for n in (100, 9_000, 20_000)] * 4
-
-    def n_tokens(text):
-        reply = httpx.post(f"{live.url}/tokenize", json={"prompt": text}, timeout=30)
-        return reply.json()["count"]
-
-    with concurrent.futures.ThreadPoolExecutor(24) as pool:
-        assert list(pool.map(n_tokens, texts)) == [len(text.encode()) for text in texts]
 
 
 def test_the_time_for_a_request_begins_before_it_is_planned(loaded, planning):

@@ -41,14 +41,14 @@ def test_many_clients_get_their_own_answers(live):
         )
         return reply.json()["choices"][0]["message"]["content"]
 
-    with concurrent.futures.ThreadPoolExecutor(64) as pool:
-        found = list(pool.map(ask, range(64)))
+    with concurrent.futures.ThreadPoolExecutor(24) as pool:
+        found = list(pool.map(ask, range(24)))
     until(lambda: live.server.queue.n_running == 0)
-    expected = [live.llm.chat(f"client {i}", max_new_tokens=6).text for i in range(64)]
-    assert found == expected and len(set(found)) > 32
+    expected = [live.llm.chat(f"client {i}", max_new_tokens=6).text for i in range(24)]
+    assert found == expected and len(set(found)) > 12
 
 
-@pytest.mark.parametrize("n_read", [0, 1, 5])
+@pytest.mark.parametrize("n_read", [0, 5])
 def test_a_client_that_leaves_ends_its_answer(live, slow, n_read):
     before = n_generated(live)
     with httpx.stream("POST", live.url + CHAT, json=LONG) as reply:
@@ -91,14 +91,6 @@ def test_a_client_that_leaves_before_the_first_event_is_read(live, slow):
     with contextlib.suppress(OSError, ClientDisconnect):
         asyncio.run(EventStream(events(), [job, job])(scope, receive, broken))
     assert job.left == 2
-
-
-def test_a_client_that_does_not_stream_and_leaves(live, slow):
-    before, body = n_generated(live), {**LONG, "stream": False}
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(live.url + CHAT, json=body, timeout=0.3)
-    until(lambda: live.server.queue.n_running == 0, 0.5)
-    assert n_generated(live) - before < 1000
 
 
 def test_a_client_that_leaves_while_it_waits(live, slow):
@@ -229,17 +221,6 @@ def test_a_client_that_does_not_read_holds_up_nobody(live, slow):
         while b"0\r\n\r\n" not in text[-9:]:
             text += client.recv(2**20)
         assert b"was not read while others waited" in text and b"[DONE]" not in text
-
-
-def test_a_client_that_reads_late_gets_its_whole_answer(live, slow):
-    with contextlib.closing(deaf(live.port, speculate=False, max_tokens=300)) as client:
-        (running,) = live.server.queue._running
-        until(lambda: running.stalled > 0.1, 30)
-        client.settimeout(10)
-        text = b""
-        while b"[DONE]" not in text[-30:]:
-            text += client.recv(2**20)
-    assert running.outcome == "length" and running.stats.new_tokens == 300
 
 
 @pytest.mark.parametrize(("seconds", "expected"), [(0.0, 6), (60.0, 2)])

@@ -13,7 +13,7 @@ import openai
 import pydantic
 import pytest
 
-from conftest import LLAMA, QWEN, WEATHER
+from conftest import QWEN, WEATHER
 from fasteagle.options import AnswerOptions, Defaults
 
 pytest.importorskip("llguidance")
@@ -39,19 +39,12 @@ ANSWER = '{"places": [{"city": "Oslo"}], "days": 3}'
 TRIP = Trip.model_validate_json(ANSWER)
 
 
-@pytest.fixture(params=["qwen", "llama"])
-def calls(request, live, monkeypatch):
+@pytest.fixture
+def calls(live, monkeypatch):
     """Return how a model writes a call, with the template of one that can."""
-    template = {"qwen": QWEN, "llama": LLAMA}[request.param]
-    monkeypatch.setattr(live.llm.tokenizer, "_template", template)
+    monkeypatch.setattr(live.llm.tokenizer, "_template", QWEN)
     monkeypatch.setattr(live.server.planner, "_defaults", Defaults(answer=AnswerOptions(300)))
-
-    def write(name, arguments):
-        if request.param == "llama":
-            return f'{{"name": "{name}", "parameters": {arguments}}}'
-        return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
-
-    return write
+    return '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'.format
 
 
 @pytest.fixture
@@ -60,38 +53,6 @@ def where(live):
 
 
 MESSAGES = [{"role": "user", "content": "hello"}]
-
-
-def test_openai(live, where, calls, plant):
-    client, name = openai.OpenAI(**where), live.server.name
-    ask = client.chat.completions.create
-    whole = ask(model=name, messages=MESSAGES, max_tokens=8, user="me")
-    events = ask(model=name, messages=MESSAGES, max_tokens=8, stream=True, user="me")
-    streamed = "".join(event.choices[0].delta.content or "" for event in events)
-    assert streamed == whole.choices[0].message.content
-    strict = openai.pydantic_function_tool(Trip)
-    assert strict["function"]["strict"] is True
-    for wanted, choice, arguments in (
-        (calls("Trip", ANSWER), "auto", ANSWER),
-        (calls("Trip", ANSWER.replace("Oslo", "Bonn")), "auto", None),  # held to the schema
-        (calls("Trip", ANSWER), "required", ANSWER),
-        ("text", "auto", ""),
-    ):
-        plant(wanted)
-        given = {"model": name, "messages": MESSAGES, "tools": [strict], "tool_choice": choice}
-        (found,) = client.chat.completions.parse(**given, max_tokens=200).choices
-        if arguments == "":
-            assert found.message.content == wanted and not found.message.tool_calls
-            continue
-        (call,) = found.message.tool_calls
-        parsed = call.function.parsed_arguments
-        assert isinstance(parsed, Trip) and (arguments is None or parsed == TRIP)
-        with client.chat.completions.stream(**given, max_tokens=200) as stream:
-            (again,) = stream.get_final_completion().choices
-        assert again.message.tool_calls[0].function.parsed_arguments == parsed
-    plant(ANSWER)
-    reply = client.chat.completions.parse(model=name, messages=MESSAGES, response_format=Trip)
-    assert reply.choices[0].message.parsed == TRIP
 
 
 def test_openai_agents(live, where, calls, plant):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import functools
 import json
 import threading
@@ -15,19 +14,7 @@ import pytest
 import torch
 
 import fasteagle.batch
-from conftest import (
-    CHAT,
-    LETTER_ID,
-    SHORT,
-    busy,
-    deaf,
-    failures,
-    load,
-    number,
-    serving,
-    slow_down,
-    until,
-)
+from conftest import CHAT, LETTER_ID, SHORT, busy, load, number, serving, slow_down, until
 from fasteagle.answering.grammar import GrammarMask
 from fasteagle.decoding.stats import Stats
 from fasteagle.generate import Engine
@@ -46,13 +33,6 @@ def post(live, request, **options):
 
 def text_of(reply):
     return reply.json()["choices"][0]["message"]["content"]
-
-
-def test_a_short_request_need_not_wait_for_a_long_one(live, slow):
-    with busy(live, 1) as ((_, lines),):
-        assert post(live, SHORT).status_code == 200
-        assert live.server.queue.n_running == 1
-        assert next(line for line in lines if line).startswith("data: {")
 
 
 def test_texts_are_those_that_they_are_alone(live, slow):
@@ -117,21 +97,6 @@ def test_a_step_that_breaks_ends_its_answers_alone(live, slow, monkeypatch, capf
         assert all('"error"' in "".join(lines) for _, lines in streams)
     assert post(live, SHORT).status_code == 200
     assert "planted" in capfd.readouterr().err
-
-
-def test_one_who_does_not_read_stands_still_alone(live, slow):
-    before = failures(live, "stalled")
-    with contextlib.closing(deaf(live.port, speculate=False, max_tokens=300)) as client:
-        (job,) = live.server.queue._running
-        until(lambda: job.stalled > 0.5, 30)
-        n_tokens = job.stats.new_tokens
-        assert post(live, body(n=30)).status_code == 200
-        assert job.stats.new_tokens == n_tokens and live.server.queue.n_running == 1
-        client.settimeout(10)
-        text = b""
-        while b"[DONE]" not in text[-30:]:
-            text += client.recv(2**20)
-    assert job.outcome == "length" and failures(live, "stalled") == before
 
 
 @pytest.fixture
@@ -222,8 +187,9 @@ def client(live):
     return openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
 
 
-@pytest.mark.parametrize("form", [{}, {"guided_regex": "[a-z ]{40}"}], ids=["free", "form"])
-@pytest.mark.parametrize("kind", ["chat", "text"])
+@pytest.mark.parametrize(
+    ("kind", "form"), [("chat", {}), ("text", {"guided_regex": "[a-z ]{40}"})], ids=["chat", "text"]
+)
 def test_several_answers_to_one_prompt(client, live, kind, form):
     """Each is the one with its seed, whole and in a stream, where a choice is told by its index."""
     given = {"model": live.server.name, "temperature": 1.0, "max_tokens": 12, "extra_body": form}
