@@ -73,9 +73,6 @@ class PrefixCache:
             if any(other is longest for other in self._kept):  # else of an engine, or dropped
                 self._kept = [*(other for other in self._kept if other is not longest), longest]
 
-    def clear(self) -> None:
-        self._kept.clear()
-
     def _keep(self, engine: Engine) -> None:
         """Store the engine's sequence, or as much of its beginning as the limit allows."""
         of_one = engine.slot_bytes

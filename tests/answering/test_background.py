@@ -122,17 +122,6 @@ def test_a_measurement_that_fails_leaves_the_chat_as_it_was(
     assert engine.drafter.policy is None
 
 
-def test_an_answer_that_is_broken_off_lets_the_thread_go_on(
-    target, tmp_path, compiler, eager_pieces
-):
-    engine = tuned_engine(target, tmp_path)
-    preparation = Preparation(engine, quiet=True)
-    with pytest.raises(KeyboardInterrupt), preparation.answering(GREEDY):
-        raise KeyboardInterrupt
-    preparation.join()
-    assert engine.drafter.policy is not None
-
-
 def test_another_way_to_draw_is_compiled_in_the_background(target, compiler, monkeypatch):
     engine = Engine(target, 512, drafter=EagleDrafter(random_head(target), TreeShape(), 512))
     asked, done = [], threading.Event()

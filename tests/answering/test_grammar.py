@@ -17,7 +17,6 @@ from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.drafting.static_tree import StaticTreeDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
-from fasteagle.logits import AnswerLogits
 from fasteagle.options import AnswerOptions, GrammarSpec, SamplingParams
 from fasteagle.shapes import FusedShape, TreeShape
 from helpers import TINY_VOCAB, captured_engine, eagle3_of, random_head
@@ -52,8 +51,8 @@ def compiler(tokenizer):
     return GrammarCompiler(tokenizer, TINY_VOCAB)
 
 
-def drafters(model):
-    """All of them, with the draft heads of both kinds."""
+def drafters(model, number):
+    """Three of all, by the number of a case; those with the draft heads of both kinds."""
     made = {"ngram": NgramDrafter(depth=4)}
     for kind in ("eagle1", "eagle3"):
         head = random_head(model, eagle3=eagle3_of(kind, model.config))
@@ -61,7 +60,7 @@ def drafters(model):
         made[f"{kind} chain"] = EagleDrafter(head, TreeShape(4, 1, 4), 512)
         made[f"{kind} static"] = StaticTreeDrafter(head, 512)
         made[f"{kind} fused"] = FusedDrafter(head, FusedShape(3, 3, 8, 8), 512)
-    return made
+    return dict(list(made.items())[number % 3 :: 3])
 
 
 PROMPT = "<|user|>write it<|end|><|assistant|>"
@@ -78,32 +77,30 @@ def run(engine, tokenizer, compiler, spec, params=SamplingParams(), n=60):  # no
     return answered(engine, tokenizer, params, n, mask=compiler.start(spec))
 
 
-@pytest.mark.parametrize(
-    ("spec", "params"), zip(SPECS, (*DRAWN, DRAWN[1]), strict=True), ids=lambda each: str(each)[:50]
-)
-def test_every_drafter_gives_the_tokens_of_plain_decoding(model, tokenizer, compiler, spec, params):
+@pytest.mark.parametrize("number", range(4))
+def test_every_drafter_gives_the_tokens_of_plain_decoding(model, tokenizer, compiler, number):
+    spec, params = SPECS[number], (*DRAWN, DRAWN[1])[number]
     expected, _ = run(Engine(model, 512), tokenizer, compiler, spec, params)
     unbound, _ = answered(Engine(model, 512), tokenizer, params)
     assert expected != unbound[: len(expected)]  # the grammar changes something
     drafted = 0
-    for name, drafter in drafters(model).items():
+    for name, drafter in drafters(model, number).items():
         engine = Engine(model, 512, drafter=drafter)
         found, _ = run(engine, tokenizer, compiler, spec, params)
         assert found == expected, name
         drafted += engine.stats.drafted
         assert name == "ngram" or engine.stats.drafted > 0
-    assert drafted > 100
+    assert drafted > 20
 
 
 @pytest.mark.parametrize(
-    ("params", "penalties"),
-    [(DRAWN[0], (0.5, -2.5)), (DRAWN[1], (0.0, 2.0)), (DRAWN[2], (-2.5, 0.5))],
+    ("number", "presence", "frequency"), [(0, 0.5, -2.5), (1, 0.0, 2.0), (2, -2.5, 0.5)]
 )
 def test_every_drafter_gives_the_tokens_of_plain_decoding_under_penalties(
-    model, tokenizer, params, penalties
+    model, tokenizer, number, presence, frequency
 ):
     """They are also those of one-token answers with the penalties written as a bias."""
-    presence, frequency = penalties
+    params = DRAWN[number]
     named = {"presence_penalty": presence, "frequency_penalty": frequency}
     engine = Engine(model, 512)
     expected, _ = answered(engine, tokenizer, params, n=32, **named)
@@ -114,12 +111,10 @@ def test_every_drafter_gives_the_tokens_of_plain_decoding_under_penalties(
         bias = {token: -(presence + frequency * n) for token, n in counts.items()}
         ids += answered(engine, tokenizer, params, 1, ids, bias=bias)[0]
     assert ids == expected
-    accepted = 0
-    for name, drafter in drafters(model).items():
+    for name, drafter in drafters(model, number).items():
         engine = Engine(model, 512, drafter=drafter)
         assert answered(engine, tokenizer, params, n=32, **named)[0] == expected, name
-        accepted += engine.stats.accepted
-    assert accepted > 0
+        assert name == "ngram" or engine.stats.drafted > 0
 
 
 def test_drafted_tokens_inside_a_grammar_are_accepted(model, tokenizer, compiler):
@@ -133,7 +128,7 @@ def test_drafted_tokens_inside_a_grammar_are_accepted(model, tokenizer, compiler
 
 def test_text_conforms(model, tokenizer, compiler):
     n_whole = 0
-    for seed in range(6):
+    for seed in range(4):
         params = SamplingParams(1.0, seed=seed)
         engine = Engine(model, 512, drafter=NgramDrafter(depth=4))
         _, text = run(engine, tokenizer, compiler, SPECS[0], params, n=400)
@@ -143,7 +138,7 @@ def test_text_conforms(model, tokenizer, compiler):
         found = json.loads(text)
         assert set(found) == {"name", "sizes", "kind"} and found["kind"] in ("small", "large")
         assert 2 <= len(found["sizes"]) <= 3
-    assert n_whole >= 3
+    assert n_whole >= 2
     _, text = run(Engine(model, 512), tokenizer, compiler, GrammarSpec("regex", "[a-f]{3,5}"), n=9)
     assert re.fullmatch("[a-f]{3,5}", text)
 
@@ -204,23 +199,3 @@ def test_each_row_has_the_mask_of_its_own_path(compiler):
 def test_forms_that_are_refused(compiler, spec, message):
     with pytest.raises(FasteagleError, match=message):
         compiler.start(GrammarSpec(*spec))
-
-
-def test_bias_of_forbidden_tokens_opens_nothing(model, tokenizer, compiler):
-    z = tokenizer.encode("z")[0]
-    request = AnswerRequest(
-        tokenizer.encode("abc"),
-        SamplingParams(),
-        AnswerOptions(12),
-        tokenizer.eos_ids,
-        bias={z: 1000.0},
-        mask=compiler.start(GrammarSpec("regex", "[ab]{6}")),
-        n_top=1,
-    )
-    chunks = list(answer(Engine(model, 512, drafter=NgramDrafter()), tokenizer, request))
-    assert re.fullmatch("[ab]{6}", "".join(c.text for c in chunks))
-    assert sum(len(c.logprobs) for c in chunks) == sum(len(c.tokens) for c in chunks)
-
-
-def test_nothing_to_do():
-    assert not AnswerLogits().is_needed and AnswerLogits(n_top=0).is_needed

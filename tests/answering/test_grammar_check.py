@@ -31,8 +31,8 @@ SLOW = "start: A\nA: " + " & ".join(f"/.*a.{{{i}}}/" for i in range(60))
     ids=lambda value: value[:20],
 )
 def test_what_is_wrong_is_one_line(kind, text, part, monkeypatch):
-    if text == SLOW:
-        monkeypatch.setattr(grammar_check, "TRIAL_SECONDS", 2)
+    # A machine may be busy: what ends by itself has a minute.
+    monkeypatch.setattr(grammar_check, "TRIAL_SECONDS", 2 if text == SLOW else 60)
     with pytest.raises(FasteagleError) as caught:
         grammar_check.try_grammar(kind, text)
     assert part in str(caught.value)

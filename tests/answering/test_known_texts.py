@@ -38,6 +38,13 @@ def known(tokenizer, text, answer):
     return texts
 
 
+def test_the_longest_known_text_goes_on(byte_level):
+    texts = KnownTexts(byte_level)
+    for text, ids in (("ab", [1]), ("abcd", [2, 3]), ("abc", [4])):
+        texts.add(text, ids, [])
+    assert texts.encode("abcdx") == [2, 3, *byte_level.encode("x")]
+
+
 @pytest.mark.parametrize("begun", ["<", "<|", "<|end|"])
 def test_a_known_text_that_ends_inside_a_special_token_is_none(byte_level, begun):
     """A stop string `<` is in the tokens, not in the answer that the client sends back."""
