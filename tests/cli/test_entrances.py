@@ -9,7 +9,7 @@ import builtins
 
 import pytest
 import torch
-from click.testing import CliRunner
+from click.testing import CliRunner, _NamedTextIOWrapper
 
 from fasteagle.cli import main as cli
 from fasteagle.compile import graphs
@@ -21,8 +21,6 @@ from fasteagle.loading.tensors import fingerprint
 from fasteagle.model import Target, Transformer
 from helpers import eagle3_of, random_head
 from replaying import FakeGraphs
-
-DRAFTERS = ("none", "ngram", "eagle", "fused", "eagle-static", "eagle-chain")
 
 
 class Counts:
@@ -65,20 +63,18 @@ def counts(monkeypatch):
     return totals
 
 
-@pytest.fixture(scope="module", params=["eagle1", "eagle3"])
-def head_dir(request, tiny_dir, tmp_path_factory):
+@pytest.fixture(scope="module")
+def head_dirs(tiny_dir, tmp_path_factory):
+    """Draft heads of both kinds."""
     checkpoint = open_checkpoint(tiny_dir)
     target = load_model(checkpoint, dtype=torch.float32, device="cpu", max_seq_len=64)
-    folder = tmp_path_factory.mktemp("head")
-    eagle3 = eagle3_of(request.param, target.config)
-    head = random_head(target, rope_scaling=None, rope_base=10000.0, eagle3=eagle3)
-    save_head(folder, head, {"target_fingerprint": fingerprint(checkpoint)}, torch.float32)
+    folder = tmp_path_factory.mktemp("heads")
+    for kind in ("eagle1", "eagle3"):
+        eagle3 = eagle3_of(kind, target.config)
+        head = random_head(target, rope_scaling=None, rope_base=10000.0, eagle3=eagle3)
+        header = {"target_fingerprint": fingerprint(checkpoint)}
+        save_head(folder / kind, head, header, torch.float32)
     return folder
-
-
-def options(tiny_dir, head_dir, drafter):
-    common = ["--model", str(tiny_dir), "--precision", "fp32", "--drafter", drafter]
-    return [*common, *(["--head", str(head_dir)] if drafter not in ("none", "ngram") else [])]
 
 
 def prompt_option(run, monkeypatch):
@@ -92,21 +88,25 @@ def pipe(run, monkeypatch):
 def repl(run, monkeypatch):
     lines = iter(["a question", "another one", "/exit"])
     monkeypatch.setattr(builtins, "input", lambda prompt: next(lines))
-    monkeypatch.setattr(cli_stdin(), "isatty", lambda self: True, raising=False)
+    monkeypatch.setattr(_NamedTextIOWrapper, "isatty", lambda self: True, raising=False)
     return run(["--no-compile"])
 
 
-def cli_stdin():
-    """The class of what stands for standard input under `CliRunner`."""
-    from click.testing import _NamedTextIOWrapper
-
-    return _NamedTextIOWrapper
-
-
-@pytest.mark.parametrize("entrance", [prompt_option, pipe, repl])
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_chat_replays_every_pass(tiny_dir, head_dir, counts, monkeypatch, entrance, drafter):
-    common = ["chat", *options(tiny_dir, head_dir, drafter), "--max-new-tokens", "12"]
+@pytest.mark.parametrize(
+    ("entrance", "drafter", "kind"),
+    [
+        (prompt_option, "none", None),
+        (prompt_option, "eagle-static", "eagle1"),
+        (prompt_option, "fused", "eagle3"),
+        (pipe, "ngram", None),
+        (pipe, "eagle", "eagle3"),
+        (repl, "eagle-chain", "eagle3"),
+        (repl, "fused", "eagle1"),
+    ],
+)
+def test_chat_replays_every_pass(tiny_dir, head_dirs, counts, monkeypatch, entrance, drafter, kind):
+    common = ["chat", "--model", str(tiny_dir), "--precision", "fp32", "--drafter", drafter]
+    common += [*(["--head", str(head_dirs / kind)] if kind else []), "--max-new-tokens", "12"]
 
     def run(more, **stdin):
         return CliRunner().invoke(cli.main, [*common, *more], **stdin)
@@ -118,9 +118,9 @@ def test_chat_replays_every_pass(tiny_dir, head_dir, counts, monkeypatch, entran
     assert counts.passes == counts.cycles > counts.launched  # capturing ran some as well
 
 
-def test_the_benchmark_replays_every_row(tiny_dir, head_dir, counts, script, questions):
-    rows = "plain,eagle,fused,eagle-static,eagle-chain,ngram"
-    common = ("--model", tiny_dir, "--head", head_dir, "--precision", "fp32", "--no-compile")
+def test_the_benchmark_replays_every_row(tiny_dir, head_dirs, counts, script, questions):
+    rows, head = "plain,eagle,fused,eagle-static,eagle-chain,ngram", head_dirs / "eagle3"
+    common = ("--model", tiny_dir, "--head", head, "--precision", "fp32", "--no-compile")
     done = script(*common, "--rows", rows, "--data", questions, "--max-new-tokens", 8)
     assert done.exit_code == 0, done.stderr
     assert "without CUDA graphs" not in done.stderr

@@ -8,8 +8,6 @@ import pytest
 from click.testing import CliRunner
 
 from fasteagle.cli import main as cli
-from fasteagle.errors import FasteagleError
-from fasteagle.prompts import read_conversations, read_questions
 from helpers import change_tensors, edit_json
 
 END, WEIGHTS = "generation_config.json", "model.safetensors"
@@ -62,25 +60,3 @@ def test_prompts_that_cannot_be_answered(tiny_dir, prompt, message):
     done = CliRunner().invoke(cli.main, ["chat", "--model", str(tiny_dir), "--quiet"], input=prompt)
     assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert message in done.stderr
-
-
-# Lines of JSONL files, of questions and of conversations, and what is wrong with them.
-LINES = [
-    ("{}", "'turns' is missing", "'ids' is missing"),
-    ("[1]", "it is no JSON object", "it is no JSON object"),
-    ('{"turns": 3, "ids": 3, "prompt_len": 1}', "turns must be a list", "ids must be a list"),
-    ('{"turns": [""], "ids": [1], "prompt_len": 0}', "must be a text", "prompt_len must be an"),
-    ("{", "Expecting property name", "Expecting property name"),
-]
-
-
-@pytest.mark.parametrize(("line", "question", "conversation"), LINES)
-def test_lines_of_files_are_refused_in_words(tmp_path, line, question, conversation):
-    path = tmp_path / "lines.jsonl"
-    path.write_text(line)
-    with pytest.raises(FasteagleError) as caught:
-        read_questions(path, None)
-    assert question in str(caught.value) and "Error" not in str(caught.value)
-    with pytest.raises(FasteagleError) as caught:
-        read_conversations(path, 260, 100)
-    assert conversation in str(caught.value) and "Error" not in str(caught.value)

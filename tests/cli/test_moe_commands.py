@@ -23,7 +23,7 @@ def test_a_folder_of_every_family_answers(tmp_path, family, no_compiler):
     """Drafts change no token, quantized or not."""
     folder = save_tiny(tmp_path / "m", family, **WIDE.get(family, {}))
     chat = ("chat", "--model", folder, "-p", "hello hello hello", "--max-new-tokens", 12)
-    for precision in ("fp32", "int8-aten", "int4-g32-aten"):
+    for precision in ("fp32", ("int8-aten", "int4-g32-aten")[len(family) % 2]):
         plain = invoke(*chat, "--precision", precision, "--no-spec")
         drafted = invoke(*chat, "--precision", precision, "--drafter", "ngram")
         assert plain.stdout == drafted.stdout != ""

@@ -14,7 +14,7 @@ from fasteagle.cli.session import ChatSession
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.options import AnswerOptions, SamplingParams
 from fasteagle.shapes import TreeShape
-from helpers import random_head
+from helpers import THINKING_TEMPLATE, random_head
 
 # What is typed (None: Ctrl-C at the prompt), and which lines the loop acts on.
 TYPED = [
@@ -198,6 +198,20 @@ def test_save_and_load(typed, tmp_path):
         assert f"{path} is no saved conversation" in (shown := typed(f"/load {path}"))
         assert reason in shown
     assert "saved 4 messages" in typed(f"/save {path}")  # nothing was lost
+
+
+def test_a_thought_is_kept_and_switched_with_its_conversation(typed, tmp_path, monkeypatch):
+    path = tmp_path / "talk.json"
+    monkeypatch.setattr(typed.chat.session.llm.tokenizer, "_template", THINKING_TEMPLATE)
+    typed.chat.session.notify = print
+    assert "tokens ended inside the thought" in typed("hello")
+    typed("/set think=off")
+    assert "inside the thought" not in typed("again")
+    typed(f"/save {path}")
+    assert json.loads(path.read_text())["turns"][1]["content"].startswith("<think>")
+    typed("/set think=default")
+    typed(f"/load {path}")
+    assert "think = off" in typed("/show")
 
 
 def test_too_long_a_question_leaves_the_conversation_as_it_was(typed):

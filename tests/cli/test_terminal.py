@@ -8,7 +8,6 @@ import os
 import pty
 import re
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +18,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from fasteagle.paths import state_dir
-from helpers import THINKING_TEMPLATE, TINY_VOCAB, save_tiny
+from helpers import TINY_VOCAB, save_tiny
 
 READLINE = importlib.util.find_spec("readline") is not None
 HANGS = 300  # seconds, after which a process will not answer on any machine
@@ -128,26 +127,6 @@ def test_a_terminal_that_goes_away_ends_the_chat(tiny_dir):
     terminal.wait_for(">>> $")
     os.killpg(terminal.process.pid, signal.SIGHUP)
     assert terminal.close() == -signal.SIGHUP
-
-
-def test_thoughts_are_dimmed_and_can_be_switched_off(tiny_dir, tmp_path):
-    folder = shutil.copytree(tiny_dir, tmp_path / "model")
-    (folder / "chat_template.jinja").write_text(THINKING_TEMPLATE)
-    terminal = Terminal("--model", folder, "--no-compile", "--max-new-tokens", 8)
-    terminal.wait_for(">>> $")
-    shown = terminal.ask("hello")
-    assert "\x1b[2m" in shown and "tokens ended inside the thought" in shown
-    terminal.ask("/set think=off")
-    assert "think = off" in terminal.ask("/show")
-    assert "\x1b[2m" not in terminal.ask("again")
-    terminal.ask(f"/save {tmp_path / 'c.json'}")
-    saved = json.loads((tmp_path / "c.json").read_text())
-    assert saved["think"] is False and saved["turns"][1]["content"].startswith("<think>")
-    terminal.ask("/set think=default")
-    terminal.ask(f"/load {tmp_path / 'c.json'}")
-    assert "think = off" in terminal.ask("/show")
-    terminal.send("/exit\n")
-    assert terminal.close() == 0
 
 
 def test_ctrl_c_stops_the_answer_and_keeps_it(tmp_path):

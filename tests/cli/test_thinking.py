@@ -6,10 +6,8 @@ import re
 import shutil
 
 import pytest
-from click.testing import CliRunner
 
 import fasteagle
-from fasteagle.cli import main as cli
 from fasteagle.cli.session import ChatSession
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.generate import Engine
@@ -119,27 +117,6 @@ def test_a_thought_without_an_end_is_not_taken_for_the_answer(model, opened):
     assert cached_text(session).startswith(spelled(session, "hello\n\nand more"))
 
 
-def test_interrupting_a_thought_closes_it(model):
-    session = new_session(model, thinker(model))
-    pieces = session.ask("hello")
-    assert next(pieces)[::2] == ("<think>", True)
-    with pytest.raises(KeyboardInterrupt):
-        pieces.throw(KeyboardInterrupt)
-    assert session.turns[-1]["content"].startswith("<think>")
-    assert session.turns[-1]["content"].endswith("</think>\n\n")
-
-
-def test_switching_in_a_conversation(model):
-    session = new_session(model, thinker(model))
-    answer(session, "hello")
-    session.think = False
-    answer(session, "more")
-    assert spelled(session, "more<think></think>") in cached_text(session)
-    session.think = None
-    answer(session, "last")
-    assert "<think></think>" not in cached_text(session)
-
-
 @pytest.fixture
 def thinking_dir(tiny_dir, tmp_path):
     """A tiny model whose template opens a thought, or an empty one."""
@@ -162,15 +139,3 @@ def test_a_form_leaves_no_room_for_a_thought(thinking_dir):
     assert shown in ("yes", "no") and session.turns[-1]["content"] == shown
     assert answer(session, "and more") in ("yes", "no")
     assert f"<|assistant|>{shown}<|end|><|user|>and more<|end|>" in cached_text(session)
-
-
-def chat(folder, *options):
-    arguments = ["chat", "--model", str(folder), "-p", "hello", "--max-new-tokens", "8", *options]
-    return CliRunner().invoke(cli.main, arguments)
-
-
-def test_options(thinking_dir):
-    default, on, off = (chat(thinking_dir, *o) for o in ([], ["--think"], ["--no-think"]))
-    assert default.exit_code == 0 and default.stdout == on.stdout != off.stdout
-    assert "8 tokens ended inside the thought" in on.stderr and "inside" not in off.stderr
-    assert "\x1b" not in on.stdout
