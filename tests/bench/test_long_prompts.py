@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 from click.testing import CliRunner
 
-from fasteagle.errors import FasteagleError
-from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.prompts import read_questions
 from helpers import SCRIPTS
 
@@ -36,13 +34,3 @@ def test_three_kinds_in_turn(script, tiny_dir, tmp_path):
     for number in (2, 5):
         name = texts[number].rsplit("called `", 1)[1].split("`")[0]
         assert name in texts[number].split("```")[1]
-
-
-def test_documents_have_the_length_asked_for(script, tiny_dir):
-    tokenizer = load_tokenizer(tiny_dir)
-    documents = script.Documents(tokenizer, 900)
-    for text in (*documents.chapters(), *documents.modules()):
-        # A character or word that is cut in two is encoded in another way.
-        assert 895 <= len(tokenizer.encode(text)) <= 905
-    with pytest.raises(FasteagleError, match="ask for fewer"):
-        script.Documents(tokenizer, 10_000_000).chapters()

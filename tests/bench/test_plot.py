@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from fasteagle.bench.plot import check_plot, confidence_figure, figure, plot
+from fasteagle.bench.plot import check_plot, figure, plot
 from fasteagle.errors import FasteagleError
 
 
@@ -57,10 +57,3 @@ def test_without_matplotlib_it_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(FasteagleError, match=r'pip install "fasteagle\[plot\]"'):
         check_plot(tmp_path / "chart.png")
-
-
-def test_confidence_leaves_out_what_was_never_drafted():
-    tenths = {"mine": ((4, 1), *[(0, 0)] * 8, (10, 9))}
-    _expected, line = confidence_figure(tenths).axes[0].lines
-    assert line.get_xydata().tolist() == [[0.05, 0.25], [0.95, 0.9]]
-    assert line.get_label() == "mine"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
@@ -82,22 +81,3 @@ def test_a_window_may_be_the_whole_context(folder, text, monkeypatch):
 class _plain:
     def __init__(self, checkpoint):
         self.config, self.names, self.load = checkpoint.config, checkpoint.names, checkpoint.load
-
-
-@pytest.mark.slow
-def test_the_command(folder, text, tmp_path):
-    from click.testing import CliRunner
-
-    from fasteagle.cli.main import main
-
-    def run(*more):
-        arguments = ["eval", "--model", folder, "--text", text, "--window", 64, *more]
-        return CliRunner().invoke(main, [str(a) for a in arguments])
-
-    done = run("--tokens", 128, "--precision", "int4-g32", "--md", "--json", tmp_path / "e.json")
-    assert done.exit_code == 0, done.output
-    assert "| precision | scheme | perplexity | KL nats/token |" in done.stdout
-    rows = json.loads((tmp_path / "e.json").read_text())["rows"]
-    assert [row["scheme"] for row in rows] == ["unquantized", "int4-g32-minmax"]
-    done = run("--window", 4000, "--tokens", 4000)
-    assert done.exit_code == 2 and "fewer than one window of 4000" in done.stderr

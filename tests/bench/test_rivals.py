@@ -37,7 +37,7 @@ DRAWN = [
 ]
 
 
-def answer(engine, prompt=PROMPT, params=GREEDY, n=60):
+def answer(engine, prompt=PROMPT, params=GREEDY, n=30):
     return [t for ids in engine.generate(prompt, params, n) for t in ids]
 
 
@@ -67,33 +67,13 @@ def test_the_tokens_of_plain_decoding(target, make, params):
         engine.use(make(engine))
         assert answer(engine, params=params) == expected
         lengths.append(engine.stats.path_lengths)
-        # Another text right behind it, and a follow-up.
-        for prompt in ([1, 2, 3], [1, 2, 3, *answer(Engine(target, 512), [1, 2, 3], n=9), 4]):
-            assert answer(engine, prompt, params, 20) == answer(
-                Engine(target, 512), prompt, params, 20
-            )
+    # Another text right behind it.
+    other = answer(Engine(target, 512), [1, 2, 3], params, 20)
+    assert answer(engine, [1, 2, 3], params, 20) == other
     assert lengths[0] == lengths[1]
 
 
 # Lookahead
-
-
-def test_the_window_is_a_branch_in_which_each_column_sees_itself_and_the_first_level():
-    drafter = LookaheadDrafter(60, "cpu")
-    valid = torch.ones(drafter.shape.rows, dtype=torch.bool)
-    mask, depths = ancestor_mask(drafter._parents, valid)
-    assert int(depths.max()) == drafter.shape.depth
-    window = 1 + GUESSES * LEVELS
-    for level in range(LEVELS):
-        for column in range(WINDOW):
-            row = window + level * WINDOW + column
-            above = {window + j * WINDOW + column for j in range(1, level + 1)}
-            first = {window + i for i in range(column + 1)}
-            assert set(mask[row].nonzero().flatten().tolist()) == {0, row} | above | first
-            assert int(depths[row]) == 1 + column + level
-    for guess in range(GUESSES):
-        first = 1 + guess * LEVELS
-        assert depths[first : first + LEVELS].tolist() == list(range(1, LEVELS + 1))
 
 
 @torch.no_grad()
@@ -159,12 +139,6 @@ def test_the_whole_cycle_is_one_graph(target):
 
 
 # Medusa
-
-
-def test_the_tree_has_the_likeliest_combinations():
-    ranks = ((0.5, 0.2), (0.6, 0.3), (0.1, 0.0))
-    assert likeliest_paths(ranks, 4) == ((0,), (0, 0), (1,), (0, 1))
-    assert len(likeliest_paths(EVEN, 15)) == 15
 
 
 def test_each_head_is_asked_for_one_token_further_on():

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 
 import pytest
 import torch
 
 from fasteagle.bench import measure as device_speed
-from fasteagle.bench import roofline as roofline_module
 from fasteagle.bench.measure import memory_bandwidth
 from fasteagle.bench.predicted import predicted_speeds
 from fasteagle.bench.roofline import (
     DEVICES,
     FINISH_SMALL,
-    OUTLOOKS,
     CapturedCycle,
-    Outlook,
-    Part,
     Storage,
     Workload,
     device_reported_as,
@@ -82,13 +77,6 @@ def test_rows_at_which_the_tensor_cores_become_the_limit(precision, fp32, fp16):
         assert verify(precision, above, head_bits=4, fp16=accumulate)[1] == "compute"
 
 
-def test_a_pass_is_flat_until_compute_bounds_it_and_then_linear():
-    assert verify("int4", 16) == verify("int4", 1)
-    assert verify("int4", 200)[0] == pytest.approx(2 * verify("int4", 100)[0])
-    assert verify("fp32", 1)[0] == pytest.approx(2 * verify("bf16", 1)[0])
-    assert verify("fp32", 640)[0] == pytest.approx(verify("bf16", 640)[0] * 71 / 35.6)
-
-
 def test_drafting_is_a_pass_of_the_head_for_each_level():
     """0.37 G parameters in bf16: 0.8 ms a step, 4 ms for five."""
     assert draft_ms("bf16", TreeShape(1, 4, 4)) == pytest.approx(0.8, abs=0.02)
@@ -127,32 +115,6 @@ def test_a_mixture_of_experts_on_a_3090():
     )
     assert 1000 / bound > speeds.plain
     assert (round(speeds.plain), round(speeds.drafted)) == (241, 375), "as docs/measuring.md says"
-
-
-def test_launches_of_a_mixture_of_experts():
-    """Each layer: scores, choice, gate and up, down; and two for a shared expert."""
-    work = Workload(QWEN_MOE, storage_named("int4", QWEN_MOE), 1000)
-    launches = Counter()
-    for part in work.verifying(4):
-        launches[part.name] += part.launches
-    assert launches["routers"] == launches["experts"] == 2 * 48
-    assert launches["norms, rest of the pass"] == 48 * 2 + 4, "a norm and RoPE"
-    moe = dataclasses.replace(QWEN_MOE.moe, shared_ffn_dim=768)
-    config = dataclasses.replace(QWEN_MOE, moe=moe, dense_blocks=(0,), qk_norm=False)
-    launches = Counter()
-    for part in dataclasses.replace(work, config=config).verifying(4):
-        launches[part.name] += part.launches
-    assert launches["shared experts"] == launches["experts"] == launches["routers"] == 2 * 47
-    assert launches["norms, rest of the pass"] == 2 * 48 - 47 + 4
-
-
-def test_products_of_experts_are_not_split_and_wait_for_their_expert():
-    cycle = CapturedCycle(DEVICES["3090"].card, Workload(LLAMA, storage_named("int4", LLAMA), 100))
-    part = Part("linears", 1, N=2048, K=4096, rows=1)
-    experts = dataclasses.replace(part, name="experts")
-    assert cycle.product_us(experts) > 1.2 * cycle.product_us(part)
-    routers = Part("routers", 2, n_bytes=1e6)
-    assert cycle.ms([routers]) > cycle.ms([Part("norms", 2)])
 
 
 @pytest.mark.parametrize("name", ["llama2-7b", "llama3-8b", "qwen3-8b"])
@@ -202,26 +164,6 @@ def test_bandwidth_comes_from_the_data_sheet_where_there_is_one(monkeypatch):
 # A captured cycle
 
 
-@pytest.mark.parametrize(
-    ("model", "rows", "context", "steps"),
-    [
-        ("llama2-7b", 1, 15 * 256, 2),  # 16 splits at once, the tree's keys
-        ("llama2-7b", 1, 15 * 256 + 1, 3),
-        ("llama2-7b", 16, 1024, 2 * 512 / 328),  # waves of four programs on 82 multiprocessors
-        ("qwen3-8b", 1, 3 * 256, 2),  # four query heads of a KV head: four splits
-        ("qwen3-8b", 16, 3 * 256 + 1, 3),  # a program for each of 8 KV heads
-    ],
-)
-def test_waits_of_attention_by_hand(model, rows, context, steps):
-    """Length of the text, queries, four steps of 64 keys; then the row's place, and `steps`."""
-    config = preset(model)
-    load = Workload(config, storage_named("int4", config), context)
-    card = dataclasses.replace(RTX3090.card, gb_s=1e12, cache_gb_s=1e12)
-    parts = [part for part in load.verifying(rows) if part.block is not None]
-    waits = CapturedCycle(card, load, outlook=Outlook("waits", 1.0, 1.0, 0.0, 0.0)).ms(parts)
-    assert 1e3 * waits / config.n_layer == pytest.approx(2 + 4 + 1 + steps, rel=1e-3)
-
-
 def test_waves_of_programs_by_hand():
     """164 slots: 164 columns are one wave, 165 two; the second wave waits for latency alone."""
     card = Card(82, 936.0, reach=1.0, latency_us=0.0, launch_us=0.0, cache_gb_s=1e9)
@@ -245,42 +187,6 @@ def test_waves_of_programs_by_hand():
     assert two - one == pytest.approx(3 * 4 * 16 * 12288 / (1e3 * card.cache_gb_s), abs=0.6)
 
 
-def test_sums_in_fp32_are_bound_by_the_tensor_cores_from_17_rows_on():
-    fp16, fp32 = (CapturedCycle(RTX3090.card, work(), fp16=fp16) for fp16 in (True, False))
-    for T in (1, 16, 32):
-        products = [part for part in work().verifying(T) if part.N]
-        ratio = fp32.ms(products) / fp16.ms(products)
-        assert ratio > 1.2 if T == 32 else ratio < 1.1
-
-
-def test_sequences_share_a_pass_and_read_their_own_keys():
-    alone, four = work(), dataclasses.replace(work(), sequences=4)
-    tree = TreeShape(1, 7, 7)  # 8 rows
-    for one, of_all, kv in (
-        (alone.verifying(32), four.verifying(8), LLAMA.kv_bytes(1024)),
-        (alone.drafting(HEAD, tree), four.drafting(HEAD, tree), HEAD.block.kv_bytes(1024)),
-    ):
-        more = sum(part.n_bytes for part in of_all) - sum(part.n_bytes for part in one)
-        assert more == pytest.approx(3 * kv)
-        more_launches = [b.launches - a.launches for a, b in zip(one, of_all, strict=True)]
-        gathers = int(of_all[-1].name == "norms, rest of the pass")  # lays out the rows of all
-        assert more_launches == [0] * (len(one) - 1) + [gathers]
-    assert [part.rows for part in four.verifying(8)] == [part.rows for part in alone.verifying(32)]
-    rows = [[p.rows for p in load.drafting(HEAD, TREE)] for load in (alone, four)]
-    assert rows[1] == [4 * n for n in rows[0]]
-
-
-def test_dense_products_by_hand():
-    cycle = CapturedCycle(RTX3090.card, work("fp16"), fp16=False, outlook=OUTLOOKS[1])
-    product = Part("linears", 1, N=22016, K=4096, rows=1)
-    weights = 22016 * 4096
-    assert cycle.product_us(product) == pytest.approx(2 * weights / (936e3 * 0.87) + 1.3 + 0.9)
-    many = dataclasses.replace(product, rows=512)
-    for fp16, tflops in ((False, 71), (True, 142)):
-        us = dataclasses.replace(cycle, fp16=fp16).product_us(many)
-        assert us == pytest.approx(2 * weights * 512 / (tflops * 1e6), rel=0.01)
-
-
 @pytest.mark.parametrize(
     ("precision", "together", "in_turn"),
     [("fp16", [2.81, 2.81, 2.79, 2.20], [2.81, 2.34, 1.79, 1.16]), ("int4", [2.63], [2.63])],
@@ -301,31 +207,6 @@ def test_drafts_of_several_sequences_on_a_3090(precision, together, in_turn):
         ms = cycle.ms(load.verifying(16)) + drafting + finish
         assert speed.in_turn == pytest.approx(3600 * n / ms)
         assert speed.plain == pytest.approx(1000 * n / (cycle.ms(load.verifying(1)) + finish))
-
-
-@pytest.mark.parametrize(("name", "gb_s"), [("h100", 3350), ("h200", 4800)])
-def test_cards_with_sums_of_one_speed(name, gb_s):
-    """What the kernels take them for, with their own bandwidth; sums in fp32 cost no more there."""
-    card = DEVICES[name].card
-    assert (card.gb_s, DEVICES[name].gb_s) == (gb_s, gb_s)
-    assert card == dataclasses.replace(Card.of(132, (9, 0)), gb_s=gb_s)
-    parts = work().verifying(16)
-    fp16, fp32 = (CapturedCycle(card, work(), fp16=fp16).ms(parts) for fp16 in (True, False))
-    assert fp16 == fp32 < CapturedCycle(RTX3090.card, work()).ms(parts)
-
-
-def test_an_outlook_changes_times_and_no_tiling(monkeypatch):
-    """The kernels cut a product by what they take the card for."""
-    cards = []
-    tiling = roofline_module.tiling
-    monkeypatch.setattr(
-        roofline_module, "tiling", lambda *key: cards.append(key[-1]) or tiling(*key)
-    )
-    parts = work().verifying(16)
-    low, mid, high = (
-        CapturedCycle(RTX3090.card, work(), outlook=outlook).ms(parts) for outlook in OUTLOOKS
-    )
-    assert low > mid > high and set(cards) == {RTX3090.card}
 
 
 def test_this_machine_is_measured():

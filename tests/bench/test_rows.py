@@ -45,24 +45,9 @@ def test_latency_of_a_token_is_its_share_of_its_chunk():
     assert sum(row.latencies) == pytest.approx(row.seconds)
     (record,) = reported(row)
     assert (record["p50_ms"], record["p99_ms"]) == (100, 500)
+    assert percentile(range(100, 0, -1), 0.99) == 99 and percentile([2.0, 1.0], 1.0) == 2.0
     (record,) = reported(row_of(Turn([1], 0.5, 0.0, 0)))  # an answer of one token has no gaps
     assert record["p50_ms"] is None and record["tok_s_median"] is None
-
-
-@pytest.mark.parametrize(
-    ("values", "share", "expected"),
-    [
-        ([], 0.5, None),
-        ([7.0], 0.99, 7.0),
-        ([3.0, 1.0, 2.0], 0.5, 2.0),
-        ([1.0, 2.0], 0.5, 1.0),
-        (range(100, 0, -1), 0.99, 99),
-        ([1.0, 2.0], 0.0, 1.0),
-        ([1.0, 2.0], 1.0, 2.0),
-    ],
-)
-def test_percentiles(values, share, expected):
-    assert percentile(values, share) == expected
 
 
 def test_prompt_lookup_counts_its_first_batch_apart():

@@ -25,7 +25,7 @@ from fasteagle.loading.open import open_model
 from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.options import DraftOptions, RuntimeOptions
 from fasteagle.prompts import read_questions
-from helpers import eagle3_of, random_head
+from helpers import random_head
 
 CPU = RuntimeOptions(device="cpu")
 
@@ -145,21 +145,6 @@ def test_every_row_drafts_what_it_says(tiny_dir, questions, tmp_path, capsys):
             assert len(row["accepted_by_depth"]) <= 1 and row["tau"] <= 2
 
 
-def test_rows_with_heads_of_their_own(tiny_dir, questions, tmp_path):
-    """EAGLE-1 and EAGLE-3 in one run."""
-    target = open_model(str(tiny_dir)).prepared(RuntimeOptions(dtype="fp32", device="cpu"))
-    model = target.engine().model
-    folders = {}
-    for kind in ("eagle1", "eagle3"):
-        head = random_head(model, eagle3=eagle3_of(kind, model.config), rope_base=10000.0)
-        folders[kind] = tmp_path / kind
-        save_head(folders[kind], head, {}, torch.float32)
-    rows = ("plain", f"eagle@2/3/5={folders['eagle1']}", f"eagle@2/3/5={folders['eagle3']}")
-    report = measure(tiny_dir, questions, rows=rows)
-    outputs = {row["name"]: row["outputs"] for row in report["rows"]}
-    assert list(outputs) == list(rows) and outputs[rows[0]] == outputs[rows[1]] == outputs[rows[2]]
-
-
 def test_what_cannot_run_is_refused_before_weights_are_loaded(tiny_dir, questions, monkeypatch):
     monkeypatch.setattr(bench, "build_rows", lambda *args: pytest.fail("loaded"))
     for rows, message in ((("plain", "eagle=nowhere/at/all"), "nowhere"), (("eagle",), "no draft")):
@@ -242,26 +227,6 @@ def test_precisions_run_together_or_one_by_one(tiny_dir, questions, monkeypatch)
     assert [row["precision"] for row in report["rows"]] == ["bf16", "fp32"]
 
 
-def test_a_seed_and_a_number_of_threads_are_used(tiny_dir, questions):
-    options = {"temperature": 1.0, "seed": 5, "compile": False, "max_new_tokens": 8}
-    options = BenchOptions(str(tiny_dir), ("plain",), ("fp32",), **options)
-    runtime = dataclasses.replace(CPU, threads=1)
-    first, second = (
-        run(options, runtime, open_model(str(tiny_dir)), read_questions(questions, 1))
-        for _ in range(2)
-    )
-    assert torch.get_num_threads() == 1
-    assert [t.tokens for t in first[0].turns] == [t.tokens for t in second[0].turns]
-
-
-def test_our_questions_are_ten_and_the_limit_counts_questions(questions):
-    assert len(read_questions(None, None)) == 10
-    assert [len(q.turns) for q in read_questions(questions, 2)] == [2, 1]
-    questions.write_text("")
-    with pytest.raises(FasteagleError, match="no questions"):
-        read_questions(questions, None)
-
-
 # The script
 
 
@@ -284,12 +249,6 @@ def test_precision_is_what_the_model_options_say(script, monkeypatch, flags, exp
 
     monkeypatch.setattr("tokens_per_sec.check_simulated", check)
     assert script(*flags).exit_code == 2 and chosen == [expected]
-
-
-def test_rows_that_run_at_no_precision_of_the_run(script, tiny_dir, questions):
-    words = ["--rows", "hf,gpt-fast", "--precision", "int8", "--no-compile"]
-    done = script("--model", tiny_dir, "--data", questions, *words)
-    assert done.exit_code == 2 and "no row of hf, gpt-fast runs at int8" in done.stderr
 
 
 def test_the_script_writes_what_it_prints(script, tiny_dir, questions, tmp_path, capsys):

@@ -13,9 +13,7 @@ from fasteagle.bench.simulate import check_simulated, dummy_drafter
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.entries import EAGLE3, REGISTRY, PublishedHead
-from fasteagle.loading.heads.find import head_shape
 from fasteagle.loading.open import open_dummy
-from fasteagle.loading.registry import preset
 from fasteagle.model import Eagle3Head, LMHead
 from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
 from fasteagle.quant.linear import QuantizedLMHead
@@ -102,20 +100,6 @@ def test_the_random_head_is_of_the_published_algorithm(tiny_preset, monkeypatch)
         engine.use(EagleDrafter(random, TreeShape(3, 3, 8), engine.max_seq_len))
         answer = [t for ids in engine.generate([5, 9, 40], SamplingParams(), 6) for t in ids]
         assert len(answer) == 6
-
-
-def test_shapes_of_heads_come_from_the_registry_or_from_what_ships():
-    llama = head_shape("llama2-7b", preset("llama2-7b"))
-    assert (llama.block.n_layer, llama.draft_vocab_size, llama.fc_bias) == (1, 32000, True)
-    assert llama.block.linear_params == 4096 * (3 * 4096 + 4096) + 3 * 4096 * 11008
-    qwen = head_shape("qwen3-8b", preset("qwen3-8b"))
-    assert not qwen.block.qk_norm and qwen.block.rope_base == 10000
-    assert (qwen.eagle3.aux_layers, qwen.draft_vocab_size) == ((2, 18, 33), 32000)
-    shipped = head_shape("smollm2-135m", preset("smollm2-135m"))
-    assert shipped.draft_vocab_size < shipped.block.vocab_size == 49152
-    # The name alone does not make another shape's head fit.
-    other = head_shape("smollm2-135m", preset("llama2-7b"))
-    assert other.block.dim == 4096
 
 
 @pytest.mark.parametrize(
