@@ -58,16 +58,6 @@ def report_of(out):
     return json.loads((out / "calibration.json").read_text())
 
 
-def test_memory_that_runs_out_is_told_in_a_line(text, tmp_path, monkeypatch, no_compiler):
-    def run_out(self, entry, *more, **others):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(Trainer, "run", run_out)
-    done = invoke(*calibrate(*written(tmp_path), tmp_path / "out", "--data", text, "--steps", 2))
-    assert done.exit_code == 2, done.output
-    assert "out of memory while calibrating" in done.stderr and "--max-seq-len" in done.stderr
-
-
 class Cut(BaseException):
     """Ends a run like a kill: nothing catches it."""
 

@@ -13,8 +13,6 @@ from click.testing import CliRunner
 from fasteagle.loading.heads.write import save_head
 from fasteagle.loading.open import open_model
 from fasteagle.options import RuntimeOptions
-from fasteagle.tables import markdown_table
-from fasteagle.training.held_out import HeldOut
 from helpers import SCRIPTS, random_head, write_random_text
 
 
@@ -47,17 +45,6 @@ def test_a_line_for_each_head(module, tiny_dir, heads, tmp_path):
         names = [line.split(" | ")[0] for line in lines[table + 2 : table + 4]]
         assert names == [f"| {head}" for head in heads]
     assert "of 4 answers" in lines[-1]
-
-
-def test_figures_of_the_tables(module):
-    tenths = ((4, 1), *[(0, 0)] * 8, (10, 9))
-    held = {"mine": HeldOut((0.5, 0.25), 1.625, 20, tv=(0.4, 0.5), by_confidence=tenths)}
-    depth, confidence = (
-        markdown_table(*table(held)).splitlines()[2]
-        for table in (module.by_depth, module.by_confidence)
-    )
-    assert depth == "| mine | 0.500 | 0.250 | 1.62 | 0.400 |"
-    assert confidence == f"| mine | 0.25 |{' - |' * 8} 0.90 |"
 
 
 def test_what_is_refused(module, tiny_dir, heads, tmp_path, monkeypatch):

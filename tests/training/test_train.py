@@ -14,7 +14,7 @@ from fasteagle.generate import Engine
 from fasteagle.prompts import Conversation
 from fasteagle.training.data import cached_features, live_features
 from fasteagle.training.held_out import HeldOut, evaluate
-from fasteagle.training.options import LOSSES, TrainOptions
+from fasteagle.training.options import LOSSES
 from fasteagle.training.train import Trainer, new_head
 from helpers import OPTIONS, OPTIONS_3, eagle3_of, random_head
 
@@ -190,43 +190,3 @@ def test_training_stops_when_held_out_text_gains_nothing(trainer):
     made = trainer(dataclasses.replace(OPTIONS, lr=1e-12))
     made.run(lambda entry: None, every=2, patience=3)
     assert made.step == 8
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"lr": 0}, "lr 0"),
-        ({"steps": 0}, "steps 0"),
-        ({"draft_vocab_size": 0}, "draft-vocab-size 0"),
-        ({"self_fed_steps": -1}, "self-fed-steps -1"),
-        ({"noise": -0.1}, "noise -0.1"),
-        ({"loss": "lk", "ce_weight": -1}, "ce-weight -1"),
-        ({"tap_layers": (1, 2, 3)}, "--tap-layers and --borrow-lm-head are for EAGLE-3"),
-    ],
-)
-def test_options_out_of_range(wrong, message):
-    with pytest.raises(FasteagleError, match=message):
-        TrainOptions(**wrong)
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "loss", "weights"),
-    [
-        ("eagle1", "paper", (0.1, 1)),
-        ("eagle1", "mixed", (0.1, 1)),
-        ("eagle1", "lk", (1, 0)),
-        ("eagle3", "paper", (1, 0)),
-        ("eagle3", "lk", (1, 0)),
-    ],
-)
-def test_weights_of_the_losses(algorithm, loss, weights):
-    options = TrainOptions(algorithm=algorithm, loss=loss)
-    assert (options.ce_weight, options.feature_weight) == weights
-    options = TrainOptions(algorithm=algorithm, loss=loss, ce_weight=0.3, feature_weight=2.0)
-    assert (options.ce_weight, options.feature_weight) == (0.3, 2.0)
-
-
-@pytest.mark.parametrize("aux_layers", [(2, 1), (1, 4)])
-def test_aux_layers_that_the_model_lacks(aux_layers):
-    with pytest.raises(FasteagleError, match="must ascend within 0 .. 3"):
-        TrainOptions(algorithm="eagle3", tap_layers=aux_layers).aux_layers_of(3)

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import types
 
 import pytest
 import torch
@@ -20,9 +19,6 @@ from fasteagle.loading.heads.read import load_head
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.paths import cache_dir
 from fasteagle.training import train_head as module
-from fasteagle.training.held_out import HeldOut
-from fasteagle.training.options import TrainOptions
-from fasteagle.training.train import TrainingBar
 from helpers import edit_json, write_random_text
 
 
@@ -102,10 +98,13 @@ def test_an_eagle3_head_is_trained_and_drafts(tiny_dir, text_file, tmp_path, no_
     assert more.exit_code == 0, more.stderr
 
 
-def test_a_head_to_begin_from_keeps_its_draft_vocabulary(tiny_dir, text_file, tmp_path):
+def test_a_head_to_begin_from_keeps_its_draft_vocabulary(
+    tiny_dir, text_file, tmp_path, no_compiler
+):
     """Unless a size is given; the loss is over ids that it drafts."""
     first, other = tmp_path / "first", write_random_text(tmp_path / "other.jsonl", 30, 25)
-    made = invoke(*command(tiny_dir, text_file, first, "--steps", 1, "--draft-vocab-size", 70))
+    large = ("--lr", 0.1, "--warmup", 0, "--draft-vocab-size", 70)
+    made = invoke(*command(tiny_dir, text_file, first, "--steps", 1, *large))
     assert made.exit_code == 0, made.stderr
     config = open_checkpoint(tiny_dir).config
     ids = load_head(first, config)[0].target_ids()
@@ -113,15 +112,17 @@ def test_a_head_to_begin_from_keeps_its_draft_vocabulary(tiny_dir, text_file, tm
     for name, size in sizes.items():
         out = tmp_path / name
         more = ("train-head", "--model", tiny_dir, "--data", other, "--out", out, "--steps", 1)
-        more += ("--held-out", 4, "--init", first, "--loss-vocab-size", 60, *size)
+        more += ("--held-out", 4, "--init", first, "--loss-vocab-size", 60, "--lr", 1e-9, *size)
         done = invoke(*more)
         assert done.exit_code == 0, done.stderr
-    assert torch.equal(load_head(tmp_path / "kept", config)[0].target_ids(), ids)
+    kept, (begun, _) = load_head(tmp_path / "kept", config)[0], load_head(first, config)
+    assert torch.equal(kept.target_ids(), ids)
+    assert torch.equal(kept.fc.weight, begun.fc.weight)
     assert len(load_head(tmp_path / "given", config)[0].target_ids()) == 90
 
 
 def test_a_run_goes_on_only_with_the_head_that_it_began_from(
-    tiny_dir, text_file, tmp_path, monkeypatch
+    tiny_dir, text_file, tmp_path, monkeypatch, no_compiler
 ):
     """Another one at the same path gives weights that no run would."""
     first, out = tmp_path / "first", tmp_path / "out"
@@ -211,43 +212,12 @@ def test_runs_that_cannot_go_on_say_so(tiny_dir, text_file, tmp_path, no_compile
     assert (out / "model.safetensors").read_bytes() == before
     more = command(tiny_dir, text_file, tmp_path / "more", "--init", out)
     for wrong, message in (
+        (("--held-out", 30), "30 conversations are too few to hold 30 out"),
         (("--beta1", 1.5), "beta1 1.5 is out of range: use >= 0 and < 1"),
         (("--weight-decay", -1), "weight-decay -1.0 is out of range"),
     ):
         refused = invoke(*more, *wrong)
         assert refused.exit_code == 2 and message in refused.stderr
-
-
-def test_too_few_conversations(tiny_dir, text_file, tmp_path, no_compiler):
-    done = invoke(*command(tiny_dir, text_file, tmp_path / "h", "--held-out", 30))
-    assert done.exit_code == 2 and "30 conversations are too few to hold 30 out" in done.stderr
-
-
-def test_the_bar_shows_loss_and_held_out_quality(monkeypatch, capsys):
-    for name, value in (("FORCE_COLOR", "1"), ("TERM", "xterm"), ("COLUMNS", "200")):
-        monkeypatch.setenv(name, value)
-    run = types.SimpleNamespace(options=TrainOptions(steps=40), step=10)
-    held = HeldOut((0.5, 0.25), 1.625, 9, tv=(0.4,)).as_dict()
-    with TrainingBar(run) as bar:
-        bar.tick(11, 2.0)
-        bar.report({"step": 11, "loss": 2.0, "tok_s": 9, **held})
-        bar.tick(12, 2.0)
-    shown = capsys.readouterr().err
-    assert "step 12 of 40" in shown and "loss 2.0000 | 0-alpha 0.500 | tau 1.62" in shown
-    line = "step 11 of 40 | loss 2.0000 | n-alpha 0.500 0.250 | tau 1.62 | TV 0.400 | 9 tok/s"
-    assert line in shown
-
-
-def test_a_head_begins_from_another(tiny_dir, text_file, tmp_path, no_compiler):
-    made, more = tmp_path / "made", tmp_path / "more"
-    done = invoke(*command(tiny_dir, text_file, made, "--steps", 2, "--precision", "int8-aten"))
-    assert done.exit_code == 0, done.stderr
-    assert json.loads((made / "training.json").read_text())["header"]["scheme"] == "int8"
-    begun = ("--init", made, "--steps", 1, "--lr", 1e-9)
-    done = invoke(*command(tiny_dir, text_file, more, *begun))
-    assert done.exit_code == 0, done.stderr
-    first, second = (load_file(out / "model.safetensors") for out in (made, more))
-    assert torch.equal(first["fc.weight"], second["fc.weight"])
 
 
 def kill_at_first_save(*arguments: object, compiled: bool) -> None:
