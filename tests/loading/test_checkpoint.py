@@ -10,12 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fasteagle.errors import FasteagleError
-from fasteagle.loading import checkpoint as checkpoint_module
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.names import expected_shapes
 from fasteagle.loading.quantize import with_scheme
 from fasteagle.loading.tensors import DummyCheckpoint
-from helpers import change_tensors, edit_json, make_hf_model, tiny_config
+from helpers import change_tensors, make_hf_model, tiny_config
 
 
 def load(path, dtype=torch.float32, max_seq_len=64):
@@ -40,8 +39,12 @@ def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
 def test_sharded_safetensors_equal_a_single_file(tiny_dir, tmp_path):
     model = make_hf_model("llama3")
     model.save_pretrained(tmp_path, max_shard_size="100KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    assert len(shards) > 2
     assert_same(weights_of(tmp_path), weights_of(tiny_dir))
+    shards[1].unlink()
+    with pytest.raises(FasteagleError, match=shards[1].name):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize("n_shards", [1, 2])
@@ -60,16 +63,14 @@ def test_torch_bin_files(folder, tiny_dir, n_shards):
             weight_map |= dict.fromkeys(part, file)
         (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
     assert_same(weights_of(folder), weights_of(tiny_dir))
-
-
-def test_truncated_torch_bin(folder):
-    tensors = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    path = folder / "pytorch_model.bin"
-    torch.save(tensors, path)
-    path.write_bytes(path.read_bytes()[:5000])
-    with pytest.raises(FasteagleError, match=r"pytorch_model\.bin"):
+    (damaged, *_) = folder.glob("*.bin")
+    damaged.write_bytes(damaged.read_bytes()[:5000])
+    with pytest.raises(FasteagleError, match=damaged.name):
         load(folder)
+    for path in folder.glob("*.bin*"):
+        path.unlink()
+    with pytest.raises(FasteagleError, match=r"no \*\.safetensors"):
+        open_checkpoint(folder)
 
 
 @pytest.mark.parametrize("ending", ["safetensors", "bin"])
@@ -91,15 +92,7 @@ def test_an_old_index_beside_a_single_file_is_not_read(folder, tiny_dir):
     assert_same(weights_of(folder), weights_of(tiny_dir))
 
 
-def test_missing_shard_is_named(tmp_path):
-    make_hf_model("llama3").save_pretrained(tmp_path, max_shard_size="100KB")
-    victim = sorted(tmp_path.glob("*.safetensors"))[1]
-    victim.unlink()
-    with pytest.raises(FasteagleError, match=victim.name):
-        load(tmp_path)
-
-
-@pytest.mark.parametrize("keep", [4, 200, 20_000, None], ids=str)
+@pytest.mark.parametrize("keep", [4, 20_000, None], ids=str)
 def test_damaged_safetensors(folder, keep):
     path = folder / "model.safetensors"
     data = path.read_bytes()
@@ -144,11 +137,10 @@ def test_wrong_tensors_are_listed(folder, change, said):
     assert all(part in str(caught.value) for part in said)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_missing_tensors_of_granite_are_listed(tmp_path, tied):
+def test_missing_tensors_of_granite_are_listed(tmp_path):
     """Its LM head is a tensor of its own here, also where the file has none."""
-    make_hf_model("granitemoe", tie_word_embeddings=tied).save_pretrained(tmp_path)
-    name = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    make_hf_model("granitemoe", tie_word_embeddings=True).save_pretrained(tmp_path)
+    name = "model.embed_tokens.weight"
     change_tensors(tmp_path, lambda tensors: tensors.pop(name))
     with pytest.raises(FasteagleError, match=f"wrong tensors: .*missing {name}"):
         open_checkpoint(tmp_path)
@@ -162,39 +154,10 @@ def test_integers_are_no_weights(folder, quant):
         load_model(checkpoint, dtype=torch.float32, device="cpu", max_seq_len=64)
 
 
-def test_long_lists_of_problems_are_cut(folder):
-    edit_json(folder / "config.json", num_hidden_layers=5)
-    with pytest.raises(FasteagleError, match="18 wrong tensors.*and 12 more"):
-        load(folder)
-
-
 def test_old_files_with_rope_buffers_load(folder, tiny_dir):
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     change_tensors(folder, lambda tensors: tensors.update({name: torch.ones(8)}))
     assert_same(weights_of(folder), weights_of(tiny_dir))
-
-
-def test_folder_without_weights(folder):
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(FasteagleError, match=r"no \*\.safetensors"):
-        open_checkpoint(folder)
-
-
-def test_path_that_does_not_exist(tmp_path):
-    with pytest.raises(FasteagleError, match="no such file or folder"):
-        open_checkpoint(tmp_path / "nowhere")
-
-
-def test_too_little_memory_is_told_before_loading(tiny_dir, monkeypatch):
-    monkeypatch.setattr(checkpoint_module, "available_bytes", lambda device: 480_000)
-    monkeypatch.setattr(checkpoint_module.Transformer, "__init__", lambda *a: pytest.fail("loaded"))
-    with pytest.raises(FasteagleError, match="0.5 MiB free on cpu: choose a smaller model"):
-        load(tiny_dir, dtype=torch.bfloat16, max_seq_len=512)
-
-
-def test_available_memory_is_plausible():
-    free = checkpoint_module.available_bytes("cpu")
-    assert free is None or 2**20 < free < 2**45
 
 
 def test_dummy_weights_fit_the_shape_and_repeat():

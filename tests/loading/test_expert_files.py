@@ -11,19 +11,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from families import MOE_FAMILIES
-from fasteagle.config_hf import from_hf
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.quantize import with_scheme
 from fasteagle.loading.source import Linears
 from fasteagle.loading.stored import StoredFolder
-from fasteagle.loading.tensors import DummyCheckpoint, SafetensorsFolder, fingerprint
+from fasteagle.loading.tensors import SafetensorsFolder, fingerprint
 from fasteagle.model import MoE
 from gguf_files import write_gguf
 from helpers import logits_of, make_hf_model
 from quantized_folders import CASES, CONFIG, Oracle, make, plain_tensors
 
 WIDE = {"mixtral": {"intermediate_size": 64}}  # int4 groups of 32 everywhere
+QUANTS = "int4-g32", "int8"
 
 
 def save(folder, family):
@@ -78,10 +78,9 @@ def test_some_blocks_are_dense(tmp_path):
     assert (computed(opened) - expected).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("quant", ["int8", "int4-g32"])
-@pytest.mark.parametrize("family", MOE_FAMILIES)
-def test_quantized_folders_hold_the_same_model(tmp_path, family, quant):
-    checkpoint = open_checkpoint(save(tmp_path / "m", family))
+@pytest.mark.parametrize(("number", "family"), list(enumerate(MOE_FAMILIES)))
+def test_quantized_folders_hold_the_same_model(tmp_path, family, number):
+    checkpoint, quant = open_checkpoint(save(tmp_path / "m", family)), QUANTS[number % 2]
     stored = with_scheme(checkpoint, quant)
     assert isinstance(stored, StoredFolder)
     assert stored.config == checkpoint.config
@@ -226,14 +225,3 @@ def test_one_expert_at_a_time_is_in_memory(tmp_path, monkeypatch, quant):
     loaded = computed(checkpoint)
     assert len(most) >= 3 * 8 * 3 and max(most) <= 2
     assert loaded.isfinite().all()
-
-
-def test_dummy_weights_of_experts():
-    config = open_shape()
-    logits = computed(DummyCheckpoint(config))
-    assert logits.isfinite().all()
-
-
-def open_shape():
-    raw = {**CONFIG, "architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
-    return from_hf(raw | {"num_experts_per_tok": 2}, "c")

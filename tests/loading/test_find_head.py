@@ -60,9 +60,7 @@ def test_search_order(tmp_path, monkeypatch, hub_cache):
         find_head(str(tmp_path / "nowhere"), name, identity)
 
 
-@pytest.mark.parametrize(
-    ("name", "which"), [(n, i) for n, e in registry.REGISTRY.items() for i in range(len(e.heads))]
-)
+@pytest.mark.parametrize(("name", "which"), [("vicuna-13b", 0), ("vicuna-13b", 1), ("qwen3-8b", 0)])
 def test_published_heads_are_fetched_at_their_commit_not_the_newest(
     name, which, hub_cache, tmp_path
 ):
@@ -78,7 +76,7 @@ def test_published_heads_are_fetched_at_their_commit_not_the_newest(
         assert files is not None and (files.path, files.origin) == (snapshot, published.repo)
 
 
-@pytest.mark.parametrize("name", ["llama2-7b", "vicuna-13b"])
+@pytest.mark.parametrize("name", ["vicuna-13b"])
 def test_chat_by_name_finds_target_and_published_head(name, tmp_path, hub_cache):
     """A fake hub cache with a tiny target and a tiny head in the published layouts."""
     entry = registry.REGISTRY[name]

@@ -10,11 +10,11 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from fasteagle.config import MoEConfig
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
-from fasteagle.loading.gguf import GGUFFile, _matrices, check_types, hf_name, rope_factors
+from fasteagle.loading.gguf import GGUFFile, _matrices, check_types, rope_factors
 from fasteagle.loading.gguf_index import GGUFTensor, read_index
 from fasteagle.loading.names import parts_of
-from gguf_files import finish, gguf_name, write_gguf
-from helpers import TINY_VOCAB, logits_of, make_hf_model, tiny_config
+from gguf_files import finish, write_gguf
+from helpers import logits_of, make_hf_model, tiny_config
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"])
@@ -22,6 +22,7 @@ def test_every_supported_type_dequantizes_exactly(tmp_path, kind):
     stored = write_gguf(tmp_path / "m.gguf", make_hf_model("llama2"), kind)
     file = GGUFFile(tmp_path / "m.gguf")
     assert file.names() == set(stored)
+    assert (file.own_scheme is None) == (kind in ("F32", "F16", "BF16"))
     for name, expected in stored.items():
         assert torch.equal(file.load(name), torch.from_numpy(np.array(expected))), name
 
@@ -51,14 +52,6 @@ def test_logits_equal_those_of_the_model_that_was_written(tmp_path, family, arch
     model = load_model(checkpoint, dtype=torch.float32, device="cpu", max_seq_len=64)
     tokens = torch.arange(5, 45)
     assert (logits_of(model, tokens) - hf(tokens[None]).logits[0]).abs().max() < 1e-4
-
-
-def test_config_is_read_from_the_metadata(tmp_path):
-    write_gguf(tmp_path / "m.gguf", make_hf_model("qwen3"), architecture="qwen3")
-    config = GGUFFile(tmp_path / "m.gguf").config
-    assert (config.dim, config.n_layer, config.n_head, config.n_kv_head) == (64, 3, 4, 2)
-    assert (config.head_dim, config.ffn_dim, config.vocab_size) == (32, 96, TINY_VOCAB)
-    assert config.qk_norm and not config.qkv_bias and not config.tie_embeddings
 
 
 @pytest.mark.parametrize(
@@ -139,35 +132,19 @@ DAMAGE = [
     (4, b"\0\0\0\x03", "GGUF version 50331648, this fasteagle reads 2 and 3 (little-endian)"),
     (8, b"\0\0\0\0\0\x01\0\0", "ends at byte SIZE, which is too short for 1,099,511,627,776 t"),
     (16, b"\xff" * 8, "ends at byte SIZE, which is too short for 18,446,744,073,709,551,615 met"),
-    (24, b"\xff" * 8, "ends at byte SIZE, within its index: damaged or truncated, fetch it again"),
     (after(b"llama.block_count"), b"\x63", "damaged: llama.block_count of type 99 in its index"),
     (after(b"llama.block_count"), b"\x05\0\0\0\xff\xff\xff\xff", "llama.block_count is -1: mus"),
-    (after(b"llama.block_count"), b"\x06", "llama.block_count is 4.203895392974451e-45: must"),
     (after(b"rms_epsilon", 4), b"\0\0\xc0\x7f", "llama.attention.layer_norm_rms_epsilon is NaN: "),
     (after(b"a.text"), b"\x09\0\0\0\x09", "damaged: a.text of type 9 in its index"),
-    (
-        after(b"a.text", 8),
-        b"\xff" * 8,
-        "ends at byte SIZE, which is too short for 18,446,744,073,7",
-    ),
+    (after(b"a.text", 8), b"\xff" * 8, "ends at byte SIZE, which is too short for 18,446,744"),
     (after(b"a.text", 16 + 36), b"\xff" * 8, "ends at byte SIZE, within its index: damaged"),
     (after(b"token_embd.weight"), b"\x05", "damaged: token_embd.weight with 5 dimensions in its"),
     (after(b"token_embd.weight", 4), b"\0" * 8, "damaged: token_embd.weight of shape (260, 0)"),
-    (after(b"token_embd.weight", 10), b"\1", "ends at byte SIZE, its index needs "),
-    (
-        after(b"token_embd.weight", 20),
-        b"\x63",
-        "tensor token_embd.weight has type 99, which this f",
-    ),
-    (
-        after(b"token_embd.weight", 20),
-        b"\x18",
-        "tensor model.embed_tokens.weight has type I8; supp",
-    ),
+    (after(b"token_embd.weight", 20), b"\x63", "tensor token_embd.weight has type 99, which this"),
+    (after(b"token_embd.weight", 20), b"\x18", "tensor model.embed_tokens.weight has type I8; s"),
     (after(b"token_embd.weight", 30), b"\1", "ends at byte SIZE, its index needs "),
     (after(b"a.text", -1), b"\xff", "damaged: a text that is not UTF-8 in its index before byte"),
     (after(b"blk.0.attn_q.weight", -8), b"k", "damaged: a name that is there twice"),
-    (after(b"blk.0.attn_q.weight", 4), b"\0" * 8, "damaged: blk.0.attn_q.weight of shape (64, 0)"),
 ]
 
 
@@ -228,18 +205,12 @@ def test_files_that_cannot_run(tmp_path):
             GGUFFile(path)
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [0.0, float("nan")])
 def test_rope_factors_that_divide_by_nothing_are_refused(tmp_path, value):
     data = np.array([1.0, value], np.float32).view(np.uint8)
     tensor = GGUFTensor("F32", (2,), 0, data.nbytes)
     with pytest.raises(FasteagleError, match=r"rope_freqs.weight is not above 0: fetch it again"):
         rope_factors(tmp_path / "m.gguf", data, tensor)
-
-
-def test_names_round_trip():
-    for name in ("model.embed_tokens.weight", "model.layers.12.self_attn.o_proj.weight"):
-        assert hf_name(gguf_name(name)) == name
-    assert hf_name("blk.0.something.weight") == "blk.0.something.weight"
 
 
 def test_a_vector_in_blocks_is_refused(tmp_path):

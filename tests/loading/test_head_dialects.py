@@ -5,14 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fasteagle.config import Eagle3Config
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.heads.read import load_head, open_head
 from fasteagle.loading.heads.tables import official_state
-from fasteagle.loading.heads.write import save_head
 from fasteagle.shapes import TreeShape
-from head_folders import AUX_LAYERS, DIALECTS, head_for, write_folder
+from head_folders import DIALECTS, head_for, write_folder
 from helpers import empty_state, pairs, propose, random_head, random_target, tiny_config
 
 CONFIG = tiny_config(n_layer=8, rope_base=5e5)
@@ -61,20 +59,6 @@ def test_every_dialect_loads_bit_for_bit_and_drafts(target, tmp_path, dialect, c
     )
 
 
-def test_saved_head_loads_back_and_drafts_the_same(target, tmp_path):
-    ids = torch.arange(0, 60, 2)
-    head = random_head(target, ids)
-    save_head(tmp_path, head, {"tau": 2.5}, torch.float32)
-    loaded, header = load_head(tmp_path, CONFIG)
-    assert header == {"tau": 2.5} and loaded.config.draft_vocab_size == 30
-    loaded.borrow(target, 512)
-    assert torch.equal(loaded.target_ids(), ids)
-    trees = []
-    for drafter in (EagleDrafter(h, TreeShape(), 256) for h in (head, loaded)):
-        trees.append(propose(drafter, empty_state(target), pairs(range(5), torch.ones(5, 32)), 1))
-    assert trees[0].tokens.equal(trees[1].tokens)
-
-
 def test_folders_without_whole_weights(target, tmp_path):
     write_folder(tmp_path, *DIALECTS["official EAGLE-1/2"](random_head(target)))
     (tmp_path / "model.safetensors").write_bytes(b"12")
@@ -97,33 +81,16 @@ def test_frequent_list_is_a_draft_vocabulary(target, tmp_path):
             load_head(tmp_path, CONFIG)
 
 
-def test_full_vocabulary_with_a_map_of_zeros(target, tmp_path):
-    """As an official head of Vicuna has it."""
-    own = Eagle3Config(aux_layers=AUX_LAYERS, target_dim=CONFIG.dim)
-    head = random_head(target, eagle3=own)
-    raw, state = DIALECTS["official EAGLE-3"](head)
-    zeros = {"d2t": torch.zeros(60, dtype=torch.int64), "t2d": torch.zeros(60, dtype=torch.bool)}
-    write_folder(tmp_path, raw | {"draft_vocab_size": 60}, state | zeros)
-    assert load_head(tmp_path, CONFIG)[0].target_ids().tolist() == list(range(60))
-
-
 def test_rope_by_kind_of_layer_and_prefixed_names(target, tmp_path):
     head = head_for(target, "speculators / vLLM EAGLE-3")
     raw, state = DIALECTS["speculators / vLLM EAGLE-3"](head)
     rope = {"full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 3e4}}
     raw["transformer_layer_config"]["rope_parameters"] = rope
+    del raw["norm_before_residual"]  # false then, as in the package that defines the format
     write_folder(tmp_path, raw, {f"model.{name}": t for name, t in state.items()})
-    block = load_head(tmp_path, CONFIG)[0].config.block
-    assert (block.rope_base, block.rope_linear_factor) == (3e4, 2.0)
-
-
-def test_norm_before_residual_is_false_where_speculators_does_not_say(target, tmp_path):
-    """As in the package that defines the format, whatever vLLM assumes."""
-    head = head_for(target, "speculators / vLLM EAGLE-3")
-    raw, state = DIALECTS["speculators / vLLM EAGLE-3"](head)
-    del raw["norm_before_residual"]
-    write_folder(tmp_path, raw, state)
-    assert load_head(tmp_path, CONFIG)[0].config.eagle3.norm_before_residual is False
+    config = load_head(tmp_path, CONFIG)[0].config
+    assert (config.block.rope_base, config.block.rope_linear_factor) == (3e4, 2.0)
+    assert config.eagle3.norm_before_residual is False
 
 
 def test_aux_layers_by_option(target, tmp_path):
@@ -184,6 +151,12 @@ def renamed(name, other):
     return change
 
 
+def zeros(state):
+    """Draft the whole vocabulary, by a map of zeros."""
+    state["lm_head.weight"] = torch.ones(60, 32)
+    state |= {"d2t": torch.zeros(60, dtype=torch.int64), "t2d": torch.zeros(60, dtype=torch.bool)}
+
+
 E1, E3 = "official EAGLE-1/2", "official EAGLE-3"
 SF, NV, SP = "SpecForge / SGLang EAGLE-3", "NVIDIA ModelOpt EAGLE-3", "speculators / vLLM EAGLE-3"
 OTHERS = "which fasteagle does not run: use an EAGLE-1, EAGLE-2 or EAGLE-3 head, or --drafter ngram"
@@ -210,11 +183,9 @@ BAD = [
     # The vocabulary.
     (E3, changed("d2t", torch.Tensor.float), "d2t is float32, expected integers"),
     (E3, changed("d2t", lambda d2t: d2t + 40), "d2t and t2d do not agree: fetch"),
-    (E3, changed("d2t", lambda d2t: d2t.flip(0)), "d2t and t2d do not agree"),
     (E3, changed("d2t", lambda d2t: d2t[:5]), "d2t and t2d do not agree"),
     (E3, lambda r, s: (s.pop("t2d"), put("d2t", s["d2t"][:5])(r, s)), r"d2t is \(5,\), expected"),
     (E3, lambda r, s: (s.pop("t2d"), s["d2t"].add_(40)), "ascending ids below 60, .*: fetch"),
-    (E3, lambda r, s: (s.pop("t2d"), s["d2t"].add_(-1)), "ascending ids below 60"),
     (E3, lambda r, s: (s.pop("t2d"), s["d2t"].copy_(s["d2t"].flip(0))), "ascending ids below 60"),
     (E1, said(vocab_size=61), "for a vocabulary of 61, the model has 60: .*no-spec"),
     (SP, said(target_hidden_size=64), "for a width of 64, the model has 32"),
@@ -223,6 +194,7 @@ BAD = [
     (E1, put("d2t", torch.zeros(0, dtype=torch.int64)), "d2t does not list ascending ids"),
     (E1, said(draft_vocab_size=30), "missing d2t"),
     (E1, said(draft_vocab_size=60), None),
+    (E3, lambda r, s: (r.update(draft_vocab_size=60), zeros(s)), None),  # as Vicuna's own has it
     (E3, changed("d2t", lambda d2t: d2t[0]), "d2t and t2d do not agree"),
     (E3, renamed("d2t", "draft_id_to_target_id"), None),
     (SP, renamed("d2t", "draft_id_to_target_id"), None),
@@ -235,28 +207,15 @@ BAD = [
     (SP, said(eagle_aux_hidden_state_layer_ids=[]), None),
     (SF, lambda r, s: r["eagle_config"].update(eagle_aux_hidden_state_layer_ids=[]), None),
     (SF, aux_ids(1, 3, 9), "layers 2, 4, 10 must ascend within 0 .. 8, .*: give --tap-layers"),
-    (SF, aux_ids(4, 3, 1), "auxiliary layers 5, 4, 2 must ascend"),
     (SF, aux_ids(1, 1, 3), "auxiliary layers 2, 2, 4 must ascend"),
     (SF, aux_ids(1, 3), "fc reads 96 values, 3 layers of 32, but the layers are 2, 4: give"),
     (SF, aux_ids("1", 2, 3), r"\['1', 2, 3\]: must be a list of block numbers"),
     # What is no EAGLE head of ours, by its name.
     *((name, said(rope_scaling=YARN), f"nor llama3, {OTHERS}") for name in (E1, E3, SF, NV)),
     (SP, lambda r, s: r["transformer_layer_config"].update(rope_parameters=YARN), OTHERS),
-    (
-        SF,
-        said(parallel_drafting=True),
-        rf"\(P-EAGLE, .* mask_hidden in place of features\), {OTHERS}",
-    ),
-    (
-        SP,
-        put("mask_hidden", torch.ones(1)),
-        "P-EAGLE, which needs one pass of the draft head for all depths",
-    ),
-    (
-        SP,
-        said(architectures=["DFlashDraftModel"]),
-        rf"\(DFlash, .* values of every layer\), {OTHERS}",
-    ),
+    (SF, said(parallel_drafting=True), rf"\(P-EAGLE, .* in place of features\), {OTHERS}"),
+    (SP, put("mask_hidden", torch.ones(1)), "P-EAGLE, which needs one pass of the draft head for"),
+    (SP, said(architectures=["DFlashDraftModel"]), rf"\(DFlash, .* of every layer\), {OTHERS}"),
     (E3, said(dflash_config={}), "DFlash, which needs a block of mask tokens"),
     (E1, put("mtp.0.eh_proj.weight", torch.ones(2)), rf"MTP\), {OTHERS}"),
     (E1, said(medusa_num_heads=4), f"Medusa heads, {OTHERS}"),

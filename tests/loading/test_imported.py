@@ -73,7 +73,7 @@ def test_every_format_is_read_exactly(case, tmp_path):
     assert (scheme.method, scheme.head_bits) == ("own", 16)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["gptq-act-order", "awq", "compressed-8bit"])
 def test_fingerprint_and_loaded_model_equal_the_dense_one(case, tmp_path):
     oracles = write_case(tmp_path / "packed", case)
     dense = plain_tensors() | {name: oracle.weight() for name, oracle in oracles.items()}
@@ -95,30 +95,18 @@ def test_fingerprint_and_loaded_model_equal_the_dense_one(case, tmp_path):
     ("settings", "words_expected"),
     [
         ({"quant_method": "exl2", "bits": 4.0}, "EXL2"),
-        ({"quant_method": "exl3"}, "EXL3"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes (NF4"),
         ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "bitsandbytes (NF4"),
-        ({"quant_method": "hqq"}, "HQQ"),
-        ({"quant_method": "aqlm"}, "AQLM"),
-        ({"quant_method": "fp8"}, "fp8"),
-        ({"quant_method": "torchao"}, "torchao-serialized"),
-        ({"quant_method": "auto-round"}, "AutoRound"),
-        ({"quant_method": "marlin"}, "Marlin-serialized"),
         ({"quant_method": "brand-new"}, "'brand-new'"),
         ({"bits": 4}, "'unknown'"),
-        (gptq_settings(bits=2), "2-bit GPTQ"),
         (gptq_settings(bits=3), "3-bit GPTQ"),
         (gptq_settings(checkpoint_format="marlin"), "GPTQ weights in marlin layout"),
         (gptq_settings(is_marlin_format=True), "GPTQ weights in marlin layout"),
         (gptq_settings(format="bitblas"), "GPTQ weights in bitblas layout"),
         (gptq_settings(dynamic={"+:.*down.*": {"bits": 8}}), "dynamic"),
         (awq_settings(version="GEMV"), "AWQ weights in gemv layout"),
-        (awq_settings(version="gemv_fast"), "AWQ weights in gemv_fast layout"),
-        (awq_settings(version="marlin"), "AWQ weights in marlin layout"),
         (awq_settings(backend="llm-awq"), "AWQ weights in llm-awq layout"),
         (awq_settings(bits=3), "3-bit AWQ"),
         (compressed_settings(format="float-quantized"), "compressed-tensors float-quantized"),
-        (compressed_settings(format="marlin-24"), "compressed-tensors marlin-24"),
         (compressed_settings(group={"format": "nvfp4-pack-quantized"}), "nvfp4-pack-quantized"),
         (compressed_settings({"num_bits": 2}), "2-bit int"),
         (compressed_settings({"type": "float"}), "4-bit float"),
@@ -220,8 +208,9 @@ def test_zero_biases_that_the_model_has_are_kept(tmp_path):
     assert biases.keys() <= opened.names()
 
 
-@pytest.mark.parametrize("case", ["gptq", "gptq-act-order", "compressed-act-order"])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("case", "tied"), [("gptq", True), ("gptq-act-order", False), ("compressed-act-order", True)]
+)
 def test_a_packed_lm_head(tmp_path, case, tied):
     cpu_build.load()
     write_case(tmp_path, case)
@@ -270,27 +259,22 @@ def put(part, value):
     ("case", "change", "expected"),
     [
         ("gptq", drop("scales"), "missing .*q_proj.scales"),
-        ("gptq", drop("qweight"), "missing .*q_proj.qweight"),
         ("awq", drop("qzeros"), "missing .*q_proj.qzeros"),
-        ("compressed", drop("weight_scale"), "missing .*q_proj.weight_scale"),
         ("compressed", drop("weight_shape"), "missing .*q_proj.weight_shape"),
         ("compressed", drop("weight_zero_point"), "missing .*q_proj.weight_zero_point"),
         ("compressed-act-order", drop("weight_g_idx"), "missing .*q_proj.weight_g_idx"),
         ("gptq-act-order", drop("g_idx"), "missing .*q_proj.g_idx"),
         ("gptq", put("scales", lambda t: t[:, :64]), "shapes do not fit"),
         ("gptq", put("scales", lambda t: t[0]), "shapes do not fit"),
-        ("gptq", put("scales", lambda t: t[:0]), "shapes do not fit"),
         ("gptq", put("qzeros", lambda t: t[:2]), "shapes do not fit"),
         ("gptq", put("qzeros", lambda t: t[:, :12]), "3-bit GPTQ"),
         ("gptq", put("qweight", lambda t: t[:8]), "is 4-bit g16, where config.json says 4-bit g32"),
-        ("gptq", put("qweight", lambda t: t[:15]), "is 4-bit g30, where"),
         ("gptq", put("qweight", lambda t: t.long()), r"qweight words of torch\.int64"),
         ("gptq", put("scales", lambda t: t.to(torch.int16)), r"scales of torch\.int16"),
         ("gptq", put("g_idx", lambda t: t[:64]), r"g_idx \(64,\) does not put 128"),
         ("gptq", put("g_idx", lambda t: t.clamp(max=2)), "g_idx .* does not put 128"),
         ("gptq-8bit", put("qzeros", lambda t: t + 1), "asymmetric 8-bit GPTQ"),
         ("awq", put("scales", lambda t: t.T.contiguous()), "shapes do not fit"),
-        ("awq", put("qweight", lambda t: t[:100]), "4-bit g25"),
         ("awq", put("qweight", lambda t: t[:, :8]), "shapes do not fit"),
         ("awq", put("qzeros", lambda t: t[:, :8]), "shapes do not fit"),
         ("compressed", put("weight_shape", torch.tensor([128, 96])), "shapes do not fit"),
@@ -319,13 +303,9 @@ def test_damaged_folders(case, change, expected, tmp_path):
     assert message.startswith(f"{tmp_path}: ")
     assert "q_proj" in message
     assert "\n" not in message
-
-
-def test_damaged_g_idx_is_named_by_columns_too(tmp_path):
-    write_case(tmp_path, "gptq")
-    change_tensors(tmp_path, lambda t: t[f"{Q_PROJ}.g_idx"].clamp_(max=2))
-    with pytest.raises(FasteagleError, match=r"q_proj\.weight: g_idx"):
-        open_folder(tmp_path).columns(f"{Q_PROJ}.weight")
+    if "g_idx" in expected and case == "gptq":
+        with pytest.raises(FasteagleError, match=r"q_proj\.weight: g_idx"):
+            open_folder(tmp_path).columns(f"{Q_PROJ}.weight")
 
 
 def test_config_that_contradicts_the_tensors(tmp_path):
@@ -363,19 +343,10 @@ def test_folders_without_packed_tensors_or_files(tmp_path):
         open_quantized(tmp_path, {**CONFIG, "quantization_config": ["gptq"]})
 
 
-def test_only_the_lm_head_packed_is_refused(tmp_path):
-    oracle = make(64, 128, zeros=(1, 16))
-    tensors = plain_tensors() | {f"lm_head.{p}": v for p, v in gptq_parts(oracle).items()}
-    del tensors["lm_head.weight"]
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(FasteagleError, match="blocks without packed weights"):
-        open_quantized(tmp_path, {**CONFIG, "quantization_config": gptq_settings()})
-
-
 def test_zeros_are_required_where_no_group_is_symmetric():
     """Which of two groups a weight belongs to is told by patterns of names, which are not read."""
-    settings = compressed_settings({"symmetric": True})
-    asymmetric = compressed_settings()["config_groups"]["group_0"]
-    assert "weight_zero_point" in CompressedTensorsLayout(compressed_settings()).required
-    settings["config_groups"]["group_1"] = asymmetric
+    settings = compressed_settings()
+    assert "weight_zero_point" in CompressedTensorsLayout(settings).required
+    symmetric = compressed_settings({"symmetric": True})["config_groups"]["group_0"]
+    settings["config_groups"]["group_1"] = symmetric
     assert "weight_zero_point" not in CompressedTensorsLayout(settings).required

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from fasteagle.bench.row_spec import RowSpec
 from fasteagle.errors import FasteagleError
 from fasteagle.loading import lookup_files
 from fasteagle.loading.lookup_files import read_documents
-from fasteagle.options import DraftOptions
 
 
 def silent(line):
@@ -51,13 +49,11 @@ def test_a_huge_file_is_used_in_part_and_that_is_said(tmp_path, tokenizer, monke
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "is empty: leave it out"),
         (b" \n\t ", "is empty: leave it out"),
         (b"text\0more", "no UTF-8 text \\(byte 0x00 at offset 4\\): give text or code"),
         (b"\x7fELF\x02\x01", None),
         (b"caf\xe9 au lait", "byte 0xe9 at offset 3"),
         (b"caf\xc3", "byte 0xc3 at offset 3"),
-        (b"\x89PNG\r\n", "byte 0x89 at offset 0"),
     ],
 )
 def test_what_is_no_text_costs_one_line(tmp_path, tokenizer, content, message):
@@ -81,22 +77,12 @@ def test_what_is_not_there(tmp_path, tokenizer):
 # On the command line
 
 
-@pytest.mark.parametrize("options", [["--drafter", "ngram"], []])
-def test_an_answer_with_files_is_the_same(chat, tmp_path, options):
+def test_an_answer_with_files_is_the_same(chat, tmp_path):
     base = ("--precision", "fp32", "--max-new-tokens", 30, "--seed", 5)
     expected = chat(*base, "--no-spec").stdout
     files = [tmp_path / "a.txt", tmp_path / "b.txt"]
     for file in files:
         file.write_text("hello " + expected)
-    result = chat(*base, *options, "--lookup", files[0], "--lookup", files[1])
+    result = chat(*base, "--lookup", files[0], "--lookup", files[1])
     assert result.exit_code == 0 and result.stdout == expected, result.stderr
     assert "tokens of files, 0.0 MB" in result.stderr
-
-
-def test_auto_fuses_where_there_are_files(tmp_path):
-    assert DraftOptions(lookup=(tmp_path,)).fuses and not DraftOptions().fuses
-    assert not DraftOptions("ngram", lookup=(tmp_path,)).fuses
-    options = DraftOptions(lookup=(tmp_path,))
-    for kind in ("fused", "ngram"):
-        assert RowSpec(kind).draft_options(options).lookup == options.lookup
-    assert RowSpec("eagle").draft_options(options).lookup == ()

@@ -50,6 +50,7 @@ def test_without_a_head_the_context_is_searched(model, checkpoint):
     drafter, said = drafter_for(model, checkpoint)
     assert isinstance(drafter, NgramDrafter)
     assert said == ["no draft head for this model: guessing from the context (n-grams) instead"]
+    assert drafter_for(model, checkpoint, lookup_depth=24)[0].shape == TreeShape(24, 1, 24)
     assert drafter_for(model, checkpoint, drafter="none") == (None, [])
     with pytest.raises(FasteagleError, match="no draft head for tiny: give one with --head"):
         drafter_for(model, checkpoint, drafter="eagle")
@@ -74,8 +75,13 @@ def test_every_kind_of_drafter(model, checkpoint, head_dir, options, kind, rows)
     assert len(said) == 1 and said[0].startswith(f"draft head {head_dir}: {drafter.name}")
 
 
-def test_a_head_for_another_model_of_the_same_shape(model, checkpoint, tmp_path):
+def test_a_head_for_another_model_or_other_weights(model, checkpoint, tmp_path):
     """Told where its files say it."""
+    own = random_head(model, rope_scaling=None, rope_base=10000.0)
+    save_head(tmp_path / "h", own, {"target_fingerprint": "0" * 64}, torch.float32)
+    _, lines = drafter_for(model, checkpoint, head=str(tmp_path / "h"))
+    assert lines[0].startswith("warning: the draft head was trained for other weights")
+    assert "fasteagle train-head" in lines[0]
     head = head_for(model, "speculators / vLLM EAGLE-3")
     write_folder(tmp_path, *DIALECTS["speculators / vLLM EAGLE-3"](head))
     engine = Engine(model, 512)
@@ -88,11 +94,6 @@ def test_a_head_for_another_model_of_the_same_shape(model, checkpoint, tmp_path)
 
     assert said("tiny").startswith("warning: the draft head says it was made for owner/Some-Model")
     assert said("/models/some-model").startswith("draft head: not calibrated to these weights")
-
-
-def test_how_far_is_copied(model, checkpoint):
-    assert drafter_for(model, checkpoint, lookup_depth=24)[0].shape == TreeShape(24, 1, 24)
-    assert drafter_for(model, checkpoint, drafter="ngram", lookup_depth=3)[0].shape.depth == 3
 
 
 def test_no_token_beyond_the_targets_vocabulary_is_quoted(model, checkpoint):
@@ -147,27 +148,6 @@ def test_costs_are_kept_for_one_head_one_kind_of_shape_and_one_corpus(
     assert [t.corpus for t in made] == [False, False, False, False, True, False, True, False]
 
 
-def test_sizes_of_the_tree():
-    """Given ones stay, the others follow the precision and fit them."""
-    assert DraftOptions().tree_shape(False) == TreeShape(3, 3, 8)
-    assert DraftOptions().tree_shape(True) == TreeShape(2, 3, 3)
-    assert DraftOptions(tree_depth=6).tree_shape(False) == TreeShape(6, 3, 8)
-    assert DraftOptions(tree_depth=6).tree_shape(True) == TreeShape(6, 3, 6)
-    assert DraftOptions(tree_depth=1, tree_topk=2).tree_shape(False) == TreeShape(1, 2, 2)
-    options = DraftOptions(tree_depth=2, tree_topk=3, tree_nodes=12)
-    assert options.tree_shape(True) == TreeShape(2, 3, 12)
-
-
-@pytest.mark.parametrize("algorithm", ["eagle1", "eagle3"])
-def test_a_head_for_other_weights_warns_and_runs(model, checkpoint, tmp_path, algorithm):
-    eagle3 = eagle3_of(algorithm, model.config)
-    head = random_head(model, eagle3=eagle3, rope_scaling=None, rope_base=10000.0)
-    save_head(tmp_path / "h", head, {"target_fingerprint": "0" * 64}, torch.float32)
-    drafter, said = drafter_for(model, checkpoint, head=str(tmp_path / "h"))
-    assert said[0].startswith("warning: the draft head was trained for other weights")
-    assert "fasteagle train-head" in said[0] and isinstance(drafter, EagleDrafter)
-
-
 def test_a_head_that_cannot_be_fetched_is_no_reason_not_to_answer(
     checkpoint, model, hub_cache, monkeypatch
 ):
@@ -204,15 +184,6 @@ def test_multi_round_needs_every_rank(tmp_path, model, checkpoint, head_dir):
         drafter_for(model, checkpoint, **options, verify="multi-round")
 
 
-def test_a_drafter_can_be_resized_and_back(model, checkpoint, head_dir):
-    drafter, _ = drafter_for(model, checkpoint, head=str(head_dir), noise="none")
-    small = drafter.resized(1)
-    assert (small.shape.rows, small.shape.depth, small.noise) == (2, 1, "none")
-    assert drafter.resized(8).shape.rows == 9 and drafter.shape.depth == 3
-    with pytest.raises(FasteagleError, match="more than the"):
-        drafter.resized(500)
-
-
 def test_greedy_after_multi_round_is_greedy(model, checkpoint, head_dir):
     """The sampled children of an answer must not decide the next, greedy one."""
     drafter, _ = drafter_for(
@@ -234,35 +205,17 @@ def test_greedy_after_multi_round_is_greedy(model, checkpoint, head_dir):
 def test_speculation_changes_no_byte_of_an_answer(chat, head_dir, temperature):
     base = f"--max-new-tokens 30 --precision fp32 --seed 5 --temperature {temperature}".split()
     expected = chat(*base, "--no-spec").stdout
-    for drafter in ("eagle", "fused", "eagle-static", "eagle-chain", "ngram"):
-        head = () if drafter == "ngram" else ("--head", head_dir)
-        result = chat(*base, *head, "--drafter", drafter)
+    (head_dir / "notes.txt").write_text("a text that may be quoted")
+    for drafter in ("eagle", "fused", "eagle-static", "auto"):
+        lookup = ("--lookup", head_dir / "notes.txt") if drafter == "auto" else ()
+        result = chat(*base, "--head", head_dir, "--drafter", drafter, *lookup)
         assert result.exit_code == 0, result.stderr
         assert result.stdout == expected, drafter
         assert "accepted" in result.stderr and "ms verify" in result.stderr
+        assert (": fused, " in result.stderr) == (drafter in ("fused", "auto"))
     multi_round = ("--drafter", "eagle-static", "--verify", "multi-round")
     other = chat(*base, "--head", head_dir, *multi_round)
     assert other.exit_code == 0 and (other.stdout == expected) == (temperature == 0)
-
-
-def test_files_to_look_up_make_the_tree_a_fused_one(chat, head_dir, tmp_path):
-    (tmp_path / "notes.txt").write_text("a text that may be quoted")
-    base = ("--max-new-tokens", 30, "--precision", "fp32", "--head", head_dir)
-    result = chat(*base, "--lookup", tmp_path / "notes.txt")
-    assert result.exit_code == 0 and ": fused, " in result.stderr, result.stderr
-    assert result.stdout == chat(*base).stdout
-
-
-def test_accepted_text_can_be_coloured(chat):
-    shown = chat("--max-new-tokens", 60, "--show-accepted", "--drafter", "ngram")
-    assert "\x1b[32m" in shown.stdout or "accepted 0/" in shown.stderr
-
-
-def test_more_choices_than_tokens(chat, head_dir):
-    """The drafter itself refuses them."""
-    result = chat("--head", head_dir, "--tree-topk", 300, "--tree-nodes", 5)
-    assert result.exit_code == 2 and result.stdout == ""
-    assert "draft vocabulary of 260" in result.stderr.strip().splitlines()[-1]
 
 
 def test_a_head_is_refused_before_the_target_is_loaded(tiny_dir, head_dir, monkeypatch):

@@ -15,7 +15,6 @@ from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.heads.read import load_head
 from fasteagle.loading.heads.tables import official_state
-from fasteagle.loading.heads.write import save_head
 from fasteagle.shapes import TreeShape
 from gguf_files import write_gguf
 from helpers import (
@@ -24,7 +23,6 @@ from helpers import (
     make_hf_model,
     pairs,
     propose,
-    random_head,
     save_tokenizer,
     write_random_text,
 )
@@ -152,8 +150,10 @@ def test_it_drafts_what_a_reference_does(family, request):
     assert tree.tokens.tolist() == [5, *expected]
 
 
-@pytest.mark.parametrize("family", ["mimo", "ernie"])
-@pytest.mark.parametrize(("precision", "kind"), [("fp32", "eagle"), ("int4-g32", "fused, chains")])
+@pytest.mark.parametrize(
+    ("family", "precision", "kind"),
+    [("mimo", "fp32", "eagle"), ("ernie", "int4-g32", "fused, chains")],
+)
 def test_a_chat_finds_it_and_says_the_same(family, precision, kind, request):
     folder = request.getfixturevalue(family)
     folder = folder if family == "mimo" else folder[1]
@@ -168,11 +168,9 @@ def test_a_chat_finds_it_and_says_the_same(family, precision, kind, request):
     assert named.stdout == drafted.stdout and f"draft head {folder}: {kind}" in named.stderr
 
 
-@pytest.mark.parametrize("family", ["mimo", "ernie"])
-def test_a_quantized_folder_has_it_too(family, request, tmp_path):
+def test_a_quantized_folder_has_it_too(ernie, tmp_path):
     """In the model's own floats: it is quantized when it is loaded, as from the model's files."""
-    folder = request.getfixturevalue(family)
-    folder = folder if family == "mimo" else folder[1]
+    folder = ernie[1]
     done = invoke("quantize", folder, "--precision", "int4-g32", "-o", tmp_path / "out")
     assert done.exit_code == 0, done.stderr
     config = open_checkpoint(folder).config
@@ -182,16 +180,6 @@ def test_a_quantized_folder_has_it_too(family, request, tmp_path):
     chat = ("chat", "--model", tmp_path / "out", "-p", "hello", "--max-new-tokens", 8)
     said = invoke(*chat, "--no-compile")
     assert "draft head the model's own layer: fused" in said.stderr, said.stderr
-
-
-def test_a_draft_head_may_name_the_model_in_its_config(mimo, tmp_path):
-    """Its tensors say that it is a draft head, not a model with a layer."""
-    target = load_model(open_checkpoint(mimo), dtype=torch.float32, device="cpu", max_seq_len=64)
-    head = random_head(target, qk_norm=False, rope_base=1e4)
-    save_head(tmp_path, head, {}, torch.float32)
-    edit_json(tmp_path / "config.json", architectures=["MiMoForCausalLM"])
-    loaded, _ = load_head(tmp_path, target.config)
-    assert not loaded.config.mtp and torch.equal(loaded.fc.weight, head.fc.weight)
 
 
 @pytest.mark.parametrize("drop", [OWN, f"{OWN}mlp."], ids=["whole", "a part"])
@@ -252,13 +240,3 @@ def test_it_is_trained_for_more_steps(mimo, tmp_path, no_compiler):
     chat = ("chat", "--model", mimo, "--precision", "fp32", "-p", "hi", "--max-new-tokens", 8)
     answers = [invoke(*chat, *more) for more in (("--head", out), ("--no-spec",))]
     assert answers[0].stdout == answers[1].stdout and "warning" not in answers[0].stderr
-
-
-def test_it_is_calibrated_where_no_head_is_named(mimo, tmp_path, no_compiler):
-    """And the result is found first."""
-    text = write_random_text(tmp_path / "text.jsonl", 30, 30)
-    model = ("--model", mimo, "--precision", "int4-g32")
-    done = invoke("calibrate-head", *model, "--data", text, "--steps", 2)
-    assert done.exit_code == 0, done.stderr
-    chat = invoke("chat", *model, "-p", "hi", "--max-new-tokens", 8)
-    assert "draft head calibrated here: fused, chains" in chat.stderr, chat.stderr

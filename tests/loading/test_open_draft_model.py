@@ -8,8 +8,6 @@ import pytest
 
 from fasteagle.loading import checkpoint as loading
 from fasteagle.loading import open as opening
-from fasteagle.options import DraftOptions
-from fasteagle.shapes import TreeShape
 from helpers import save_tiny
 
 
@@ -45,22 +43,15 @@ def test_another_tokenizer_is_refused_with_the_first_difference(
     raw = json.loads(path.read_text())
     vocab = raw["model"]["vocab"]
     names = {token: text for text, token in vocab.items()}
+    added = {**raw["added_tokens"][-1], "id": 260, "content": "<|more|>"}
+    path.write_text(json.dumps(raw | {"added_tokens": [*raw["added_tokens"], added]}))
+    monkeypatch.setattr(opening, "load_model", lambda *a, **k: pytest.fail("the target loaded"))
+    assert "token 260 is '<|more|>' in it, missing in" in refused(chat("--draft-model", other))
     vocab[names[70]], vocab[names[90]] = 90, 70
     path.write_text(json.dumps(raw))
-    monkeypatch.setattr(opening, "load_model", lambda *a, **k: pytest.fail("the target loaded"))
     line = refused(chat("--draft-model", other))
     assert "another tokenizer" in line and "token 70 is " in line
     assert repr(names[90]) in line and repr(names[70]) in line
-
-
-def test_one_token_more_is_another_tokenizer(chat, tmp_path):
-    other = save_tiny(tmp_path / "other", "llama2", num_hidden_layers=1)
-    path = other / "tokenizer.json"
-    raw = json.loads(path.read_text())
-    raw["added_tokens"].append({**raw["added_tokens"][-1], "id": 260, "content": "<|more|>"})
-    path.write_text(json.dumps(raw))
-    line = refused(chat("--draft-model", other))
-    assert "token 260 is '<|more|>' in it, missing in" in line
 
 
 def test_a_larger_one_is_warned_of(chat, tiny_dir, small_dir):
@@ -92,20 +83,11 @@ def test_one_of_a_shorter_context(chat, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--drafter", "model"], "add --draft-model NAME"),
         (["--draft-model", "x", "--drafter", "ngram"], "drop --drafter ngram"),
         (["--draft-model", "x", "--no-spec"], "drop --drafter none"),
         (["--draft-model", "x", "--head", "y", "--lookup", "z"], "drop --head and --lookup"),
         (["--draft-model", "x", "--lookup-depth", "9"], "drop --lookup-depth"),
-        (["--draft-model", "nowhere/at/all"], "nowhere/at/all"),
     ],
 )
 def test_options_that_do_not_go_together(chat, options, message):
     assert message in refused(chat(*options))
-
-
-def test_the_usual_tree_is_a_chain():
-    assert DraftOptions(draft_model="x").tree_shape(False) == TreeShape(3, 1, 3)
-    options = DraftOptions("model", draft_model="x", tree_depth=5)
-    assert options.tree_shape(False) == TreeShape(5, 1, 5) and not options.auto_tree
-    assert DraftOptions(draft_model="x", tree_topk=2).tree_shape(False) == TreeShape(3, 2, 8)

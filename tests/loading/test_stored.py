@@ -23,13 +23,11 @@ from fasteagle.loading import quantize, source
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.heads.write import save_head
 from fasteagle.loading.make_drafter import Drafting
-from fasteagle.loading.names import expected_shapes
-from fasteagle.loading.open import OpenedModel, open_model
+from fasteagle.loading.open import open_model
 from fasteagle.loading.quantize import with_scheme
 from fasteagle.loading.source import Linears, quantize_head_
 from fasteagle.loading.stored import StoredFolder
 from fasteagle.loading.tensors import DummyCheckpoint, fingerprint
-from fasteagle.loading.tokenizer import DummyTokenizer
 from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
 from fasteagle.quant.linear import Int4Linear, Int8Linear, QuantizedLMHead
 from fasteagle.quant.params import quantize_weight
@@ -81,25 +79,6 @@ def test_written_folders_load_back_bit_equal(folder, tmp_path, quant):
     assert chat.exit_code == 0 and "int" in chat.stderr, chat.output
 
 
-def test_an_empty_folder_where_the_shell_is_gets_filled(folder, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    done = cli("quantize", folder, "--precision", "int4-g32", "-o", ".")
-    assert done.exit_code == 0 and "written to . (0 MB)" in done.stderr
-    assert fingerprint(StoredFolder(tmp_path)) and (tmp_path / "tokenizer.json").exists()
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
-    done = cli("quantize", folder, "--precision", "int4-g32", "-o", ".")
-    assert done.exit_code == 2 and "is there already and not empty" in done.stderr
-
-
-def test_the_second_start_does_not_quantize_again(folder):
-    said: list[str] = []
-    first = with_scheme(open_checkpoint(folder), "int4-g32", 8, said.append)
-    assert said == ["quantizing to int4-g32-minmax (once; kept in the user cache) ..."]
-    second = with_scheme(open_checkpoint(folder), "int4-g32", 16, said.append)
-    assert len(said) == 1 and fingerprint(first) == fingerprint(second)
-    assert first.scheme.head_bits == 8 and second.scheme.head_bits == 16
-
-
 @pytest.mark.parametrize("change", ["config", "weight", "nothing"])
 def test_a_changed_model_is_quantized_again(folder, tmp_path, change):
     """Neither change shows in the fingerprint."""
@@ -120,48 +99,82 @@ def test_a_changed_model_is_quantized_again(folder, tmp_path, change):
     assert len(said) == (change != "nothing")
 
 
-def lose_shard(stored):
-    (stored / "model-00001.safetensors").unlink()
+SHARD, CONFIG = "model-00001.safetensors", "config.json"
+PART = "model.layers.0.self_attn.o_proj.weight."
 
 
-def truncate_shard(stored, length=5000):
-    """Replace the file: who has the old one mapped keeps it."""
-    shard = stored / "model-00001.safetensors"
-    content = shard.read_bytes()[:length]
-    shard.unlink()
-    shard.write_bytes(content)
+def shortened(name, length):
+    """Replace a file: who has the old one mapped keeps it."""
+
+    def damage(folder):
+        content = (folder / name).read_bytes()[:length]
+        (folder / name).unlink()
+        (folder / name).write_bytes(content)
+
+    return damage
 
 
-def empty_shard(stored):
-    truncate_shard(stored, 0)
-
-
-def empty_config(stored):
-    (stored / "config.json").write_text("")
-
-
-def lose_index(stored):
-    (stored / "model.safetensors.index.json").unlink()
-
-
-def lose_all(stored):
-    for path in stored.iterdir():
+def lose_all(folder):
+    for path in folder.iterdir():
         path.unlink()
 
 
-@pytest.mark.parametrize(
-    "damage", [lose_shard, empty_shard, truncate_shard, empty_config, lose_index, lose_all]
-)
-def test_damage_in_the_cache_is_repaired_once(folder, damage):
-    first = with_scheme(open_checkpoint(folder), "int8")
+def put(part, change):
+    def damage(folder):
+        tensors = {name: tensor.clone() for name, tensor in load_file(folder / SHARD).items()}
+        changed = change(tensors.pop(PART + part))
+        (folder / SHARD).unlink()
+        save_file(tensors if changed is None else tensors | {PART + part: changed}, folder / SHARD)
+
+    return damage
+
+
+def said(place, **changes):
+    """Change fields of a part of config.json."""
+
+    def damage(folder):
+        raw = json.loads((folder / CONFIG).read_text())
+        edit_json(folder / CONFIG, **{place: raw[place] | changes})
+
+    return damage
+
+
+DAMAGE = [
+    (lambda folder: (folder / SHARD).unlink(), "shards named by .* are missing"),
+    (shortened(SHARD, 0), "damaged or truncated"),
+    (shortened(SHARD, 5000), "damaged or truncated"),
+    (shortened(CONFIG, 0), "cannot be read as JSON"),
+    (lambda folder: (folder / "model.safetensors.index.json").unlink(), "file is missing"),
+    (lose_all, "config.json"),
+    (said("quantization_config", format=99), "quantized format 99, this fasteagle reads"),
+    (said("quantization_config", scheme={}), "bits is missing"),
+    (
+        said("quantization_config", packed={f"{PART[:-1]}": {"bits": 4, "group_size": 64}}),
+        "not fit",
+    ),
+    (said("model", rope_freq_factors=[1.0, 2.0]), "rope_freq_factors is .* must be 8 numbers"),
+    (put("q", lambda q: None), "names tensors that are not there"),
+    (put("q", lambda q: q.to(torch.int16)), "q is torch.int16"),
+    (put("scales", lambda scales: scales.to(torch.int32)), "scales is torch.int32"),
+    (put("zeros", lambda zeros: zeros.float()), "zeros is torch.float32"),
+    (put("zeros", lambda zeros: zeros + 9), "zeros are above 16"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGE)
+def test_a_damaged_folder_is_refused_and_in_the_cache_repaired_once(folder, damage, message):
+    first = with_scheme(open_checkpoint(folder), "int4-g32")
     damage(first.path)
-    said: list[str] = []
-    for _ in range(2):
-        again = with_scheme(open_checkpoint(folder), "int8", 8, said.append)
-        assert fingerprint(again) == fingerprint(first)
-    assert len(said) == 2, said
-    assert said[0].startswith("weights in the user cache are damaged and are made again (")
-    assert said[1].startswith("quantizing to int8 (once")
+    with pytest.raises(FasteagleError, match=message) as caught:
+        open_checkpoint(first.path)
+    assert str(first.path) in str(caught.value) and "\n" not in str(caught.value)
+    lines: list[str] = []
+    for head_bits in (8, 16):  # the second start does not quantize again
+        again = with_scheme(open_checkpoint(folder), "int4-g32", head_bits, lines.append)
+        assert fingerprint(again) == fingerprint(first) and again.scheme.head_bits == head_bits
+    assert len(lines) == 2, lines
+    assert lines[0].startswith("weights in the user cache are damaged and are made again (")
+    assert lines[1] == "quantizing to int4-g32-minmax (once; kept in the user cache) ..."
     assert len(list(first.path.parent.iterdir())) == 1
 
 
@@ -249,88 +262,11 @@ def test_flags_that_contradict_the_checkpoint(folder, tmp_path):
         )
 
 
-@pytest.mark.parametrize("damage", ["format", "scheme", "shard", "part", "json"])
-def test_damaged_folders(folder, tmp_path, damage):
-    out = tmp_path / "out"
-    assert cli("quantize", folder, "--precision", "int4-g32", "-o", out).exit_code == 0
-    config = json.loads((out / "config.json").read_text())
-    quantization = config["quantization_config"]
-    shard = out / "model-00001.safetensors"
-    if damage == "format":
-        edit_json(out / "config.json", quantization_config=quantization | {"format": 99})
-    elif damage == "scheme":
-        del quantization["scheme"]
-        edit_json(out / "config.json", quantization_config=quantization)
-    elif damage == "part":
-        name = next(iter(quantization["packed"]))
-        quantization["packed"][name]["group_size"] = 64
-        edit_json(out / "config.json", quantization_config=quantization)
-    elif damage == "shard":
-        shard.write_bytes(shard.read_bytes()[:5000])
-    else:
-        (out / "config.json").write_text("{")
-    done = cli("chat", "--model", out, "-p", "x")
-    assert done.exit_code == 2 and done.stderr.startswith("Error: ") and str(out) in done.stderr
-    assert done.stderr.count("\n") == 1
-
-
-PART = "model.layers.0.self_attn.o_proj.weight."
-
-
-@pytest.mark.parametrize(
-    ("part", "change", "message"),
-    [
-        ("q", lambda q: q.to(torch.int16), "q is torch.int16"),
-        ("scales", lambda scales: scales.to(torch.int32), "scales is torch.int32"),
-        ("zeros", lambda zeros: zeros.float(), "zeros is torch.float32"),
-        ("zeros", lambda zeros: zeros + 9, "zeros are above 16"),
-    ],
-)
-def test_parts_of_another_kind_are_refused(folder, tmp_path, part, change, message):
-    out = tmp_path / "out"
-    dense = open_checkpoint(folder)
-    quantize.write_folder(out, dense, parse_scheme("int4-g32", dense.config))
-    shard = out / "model-00001.safetensors"
-    tensors = load_file(shard)
-    tensors[PART + part] = change(tensors[PART + part])
-    save_file(tensors, shard)
-    with pytest.raises(FasteagleError, match=message):
-        StoredFolder(out)
-
-
-def test_rope_factors_are_as_many_as_the_frequencies(folder, tmp_path):
-    dense = open_checkpoint(folder)
-    quantize.write_folder(tmp_path, dense, parse_scheme("int8", dense.config))
-    model = json.loads((tmp_path / "config.json").read_text())["model"]
-    edit_json(tmp_path / "config.json", model=model | {"rope_freq_factors": [1.0, 2.0]})
-    with pytest.raises(FasteagleError, match="rope_freq_factors is .* must be 8 numbers, half of"):
-        StoredFolder(tmp_path)
-
-
 def test_a_disk_without_room(folder, monkeypatch):
     full = shutil._ntuple_diskusage(0, 0, 1000)
     monkeypatch.setattr(paths.shutil, "disk_usage", lambda path: full)
     with pytest.raises(FasteagleError, match="the int4-g32-minmax weights needs .* on disk"):
         with_scheme(open_checkpoint(folder), "int4-g32")
-
-
-def test_quantizing_says_how_far_it_is(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("fasteagle.errors.TELL_SECONDS", 0)
-    lines, dense = [], open_checkpoint(folder)
-    quantize.write_folder(tmp_path, dense, Scheme(4, 32), notify=lines.append)
-    total = len(expected_shapes(dense.config))
-    assert lines[-1] == f"quantized {total} of {total} tensors ..." and len(lines) == total
-
-
-def test_dummy_weights_are_made_as_stored(folder):
-    config = open_checkpoint(folder).config
-    for quant in ("int8", "int4-g32"):
-        name = "model.layers.0.mlp.up_proj.weight"
-        made = [with_scheme(DummyCheckpoint(config), quant).packed(name).q for _ in range(2)]
-        assert torch.equal(*made)
-        opened = OpenedModel("dummy", DummyCheckpoint(config), DummyTokenizer(config.vocab_size))
-        options = RuntimeOptions(device="cpu", quant=quant, max_seq_len=256)
-        assert len(tokens(opened.prepared(options).engine(), 3)) == 3
 
 
 def test_dummy_weights_take_the_kernel_that_real_ones_take(folder):
