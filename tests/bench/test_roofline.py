@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from fasteagle.bench import measure as device_speed
+from fasteagle.bench import roofline as roofline_module
 from fasteagle.bench.measure import memory_bandwidth
 from fasteagle.bench.predicted import predicted_speeds
 from fasteagle.bench.roofline import (
     DEVICES,
     FINISH_SMALL,
+    OUTLOOKS,
     CapturedCycle,
     Storage,
     Workload,
@@ -207,6 +209,20 @@ def test_drafts_of_several_sequences_on_a_3090(precision, together, in_turn):
         ms = cycle.ms(load.verifying(16)) + drafting + finish
         assert speed.in_turn == pytest.approx(3600 * n / ms)
         assert speed.plain == pytest.approx(1000 * n / (cycle.ms(load.verifying(1)) + finish))
+
+
+def test_an_outlook_changes_times_and_no_tiling(monkeypatch):
+    """The kernels cut a product by what they take the card for."""
+    cards = []
+    tiling = roofline_module.tiling
+    monkeypatch.setattr(
+        roofline_module, "tiling", lambda *key: cards.append(key[-1]) or tiling(*key)
+    )
+    parts = work().verifying(16)
+    low, mid, high = (
+        CapturedCycle(RTX3090.card, work(), outlook=outlook).ms(parts) for outlook in OUTLOOKS
+    )
+    assert low > mid > high and set(cards) == {RTX3090.card}
 
 
 def test_this_machine_is_measured():
