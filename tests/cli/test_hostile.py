@@ -82,6 +82,7 @@ REFUSED = [
     (TRAIN, "--data DIR/text", "DIR/text, line 1: expected"),
     (TRAIN, "--prompts DIR/text", "DIR/text, line 1: expected"),
     (TRAIN, "--algorithm foo", "algorithm 'foo' is unknown: use eagle1, eagle3 or eagle3.1"),
+    (TRAIN, "--tap-layers 1,2,3", "--tap-layers and --borrow-lm-head are for EAGLE-3 heads"),
     (TRAIN, "--lr nan", "lr nan is out of range"),
     (TRAIN, "--self-fed-decay nan", "self-fed-decay nan is out of range: use >= 0 and <= 1"),
     (TRAIN, "--init-scale -1", "init-scale -1.0 is out of range"),

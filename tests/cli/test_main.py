@@ -70,6 +70,13 @@ def test_answers_of_a_given_form(tiny_dir, tmp_path):
     assert re.fullmatch("a[0-9]{3}\n", ask("--grammar", lark).stdout)
 
 
+def test_models_names_all_draft_heads_first_the_one_by_default():
+    lines = invoke("models").output.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("vicuna-13b"))
+    assert "EAGLE-3 yuhuili/EAGLE3-Vicuna1.3-13B" in lines[at]
+    assert lines[at + 1].strip() == "or EAGLE-1/2: --head yuhuili/EAGLE-Vicuna-13B-v1.3"
+
+
 def test_memory_at_int4_counts_the_draft_head_and_the_cache():
     """At 4.25 bits a weight of a linear, with the embedding in 16 bits and the LM head in 8."""
     linears = 4 * 4096**2 + 3 * 4096 * 11008  # of one block

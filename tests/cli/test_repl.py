@@ -89,7 +89,9 @@ def test_commands(typed):
     assert "nothing to retry" in typed("/retry")
     assert "model's own default" in typed("/system")
     typed("/system Be brief.")
-    assert "Be brief." in typed("/system")
+    assert "Be brief." in typed("/system") and "prefill" in typed("hello")
+    llm = typed.chat.session.llm
+    assert llm.tokenizer.raw(llm.engine.cached).startswith("<|system|>Be brief.<|end|>")
 
 
 def test_a_text_of_several_lines_is_no_command(typed):
@@ -204,7 +206,8 @@ def test_a_thought_is_kept_and_switched_with_its_conversation(typed, tmp_path, m
     path = tmp_path / "talk.json"
     monkeypatch.setattr(typed.chat.session.llm.tokenizer, "_template", THINKING_TEMPLATE)
     typed.chat.session.notify = print
-    assert "tokens ended inside the thought" in typed("hello")
+    shown = typed("hello")
+    assert "tokens ended inside the thought" in shown and "30 tok (cut at max-new-tokens)" in shown
     typed("/set think=off")
     assert "inside the thought" not in typed("again")
     typed(f"/save {path}")

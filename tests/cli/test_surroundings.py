@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -68,6 +69,14 @@ def test_a_cache_that_cannot_be_written_costs_one_line(tiny_dir, tmp_path, monke
     done = CliRunner().invoke(cli.main, ["chat", "--model", str(tiny_dir), "-p", "hi", *options])
     assert done.exit_code == 0, done.stderr
     assert done.stderr.count("warning: nothing is kept for the next start: cannot write") == 1
+
+
+def test_a_folder_without_a_template_is_told(tiny_dir, tmp_path):
+    folder = shutil.copytree(tiny_dir, tmp_path / "model")
+    (folder / "chat_template.jinja").unlink()
+    options = ["-p", "hi", "--model", str(folder), "--max-new-tokens", "2"]
+    done = CliRunner().invoke(cli.main, ["chat", *options])
+    assert done.exit_code == 0 and "no chat template in the model's files" in done.stderr
 
 
 def test_a_hub_that_never_answers_costs_five_seconds(silent_hub):

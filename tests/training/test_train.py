@@ -59,6 +59,7 @@ def test_training_learns(trainer, target, store, store_3, options, loss):
     n_steps, gain = (150, 0.1) if loss == "paper" else (60, 0.04)
     weights = {"ce_weight": None, "feature_weight": None} if loss == "lk" else {}
     options = dataclasses.replace(options, steps=n_steps, loss=loss, **weights)
+    assert loss != "lk" or (options.ce_weight, options.feature_weight) == (1, 0), "it is alone"
     made = trainer(options, store=store)
     entries = []
     made.run(entries.append, every=n_steps // 3)
