@@ -158,3 +158,14 @@ def test_each_reason_why_nothing_is_captured_is_told_once(target, compiler, caps
         "no memory",
         "no memory (not tried again)",
     ]
+
+
+def test_an_answer_that_is_broken_off_lets_the_thread_go_on(
+    target, tmp_path, compiler, eager_pieces
+):
+    engine = tuned_engine(target, tmp_path)
+    preparation = Preparation(engine, quiet=True)
+    with pytest.raises(KeyboardInterrupt), preparation.answering(GREEDY):
+        raise KeyboardInterrupt
+    preparation.join()
+    assert engine.drafter.policy is not None

@@ -199,3 +199,19 @@ def test_each_row_has_the_mask_of_its_own_path(compiler):
 def test_forms_that_are_refused(compiler, spec, message):
     with pytest.raises(FasteagleError, match=message):
         compiler.start(GrammarSpec(*spec))
+
+
+def test_bias_of_forbidden_tokens_opens_nothing(model, tokenizer, compiler):
+    z = tokenizer.encode("z")[0]
+    request = AnswerRequest(
+        tokenizer.encode("abc"),
+        SamplingParams(),
+        AnswerOptions(12),
+        tokenizer.eos_ids,
+        bias={z: 1000.0},
+        mask=compiler.start(GrammarSpec("regex", "[ab]{6}")),
+        n_top=1,
+    )
+    chunks = list(answer(Engine(model, 512, drafter=NgramDrafter()), tokenizer, request))
+    assert re.fullmatch("[ab]{6}", "".join(c.text for c in chunks))
+    assert sum(len(c.logprobs) for c in chunks) == sum(len(c.tokens) for c in chunks)

@@ -214,3 +214,14 @@ def test_a_prompt_can_open_the_thought():
     assert opened_thought("user: hi\nassistant: <think>\n") == "<think>\n"
     assert opened_thought("<think>\n\n</think>\n\n") == ""
     assert opened_thought("what does <think> do?") == opened_thought("") == ""
+
+
+@pytest.mark.parametrize("made", [byte_level, byte_fallback])
+@pytest.mark.parametrize("wrong", [b"\x80", b"\xe2\x80", b"\xf0\x9f"])
+def test_wrong_bytes_do_not_hold_back_the_text_for_long(made, wrong):
+    """Nor does the work for a token grow with their number."""
+    decoder, ids = made(), list(wrong * 1000)
+    pieces = feed(TextStream(decoder), ids)
+    assert decoder.n_decoded < 50 * len(ids)
+    assert "".join(pieces) == decoder.decode(ids)
+    assert all(any(pieces[i : i + 12]) for i in range(len(ids) - 12))

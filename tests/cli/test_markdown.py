@@ -127,3 +127,9 @@ def test_what_a_terminal_would_obey_is_not_shown_there(on_terminal):
     style = Style(on_terminal, tints=False, dims_thoughts=False)
     shown = style.text_of(Piece(raw, is_guess=True, is_thought=True))
     assert shown == ("a[2J]0;titleb31m\tc\nd" if on_terminal else raw)
+
+
+def test_wide_characters_take_two_columns():
+    text, _ = shown("東京" * 15 + " *a*\n*b*", size=(40, 20), before="one\n>>> hi\n")
+    # The test's terminal counts one column each, so fewer rows than were erased: nothing is left.
+    assert "*" not in text

@@ -139,3 +139,13 @@ def test_a_form_leaves_no_room_for_a_thought(thinking_dir):
     assert shown in ("yes", "no") and session.turns[-1]["content"] == shown
     assert answer(session, "and more") in ("yes", "no")
     assert f"<|assistant|>{shown}<|end|><|user|>and more<|end|>" in cached_text(session)
+
+
+def test_interrupting_a_thought_closes_it(model):
+    session = new_session(model, thinker(model))
+    pieces = session.ask("hello")
+    assert next(pieces)[::2] == ("<think>", True)
+    with pytest.raises(KeyboardInterrupt):
+        pieces.throw(KeyboardInterrupt)
+    assert session.turns[-1]["content"].startswith("<think>")
+    assert session.turns[-1]["content"].endswith("</think>\n\n")

@@ -168,3 +168,13 @@ def test_dummy_weights_fit_the_shape_and_repeat():
     assert torch.equal(first.load(name), second.load(name))
     model = load_model(first, dtype=torch.float32, device="cpu", max_seq_len=16)
     assert sum(p.numel() for p in model.parameters()) == config.params
+
+
+def test_truncated_torch_bin(folder):
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    path = folder / "pytorch_model.bin"
+    torch.save(tensors, path)
+    path.write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(FasteagleError, match=r"pytorch_model\.bin"):
+        load(folder)

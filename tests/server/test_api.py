@@ -348,3 +348,14 @@ def test_metrics_count_what_happened():
         'vllm:e2e_request_latency_seconds_sum{model_name="m"} 1.0',
     ):
         assert line in text
+
+
+def test_an_answer_can_be_sent_back(client, name):
+    first = ask(client, name)
+    messages = [
+        {"role": "user", "content": "hello"},
+        first.choices[0].message,
+        {"role": "user", "content": "go on"},
+    ]
+    reply = client.chat.completions.create(model=name, messages=messages)
+    assert reply.usage.prompt_tokens > first.usage.total_tokens

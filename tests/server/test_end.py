@@ -169,3 +169,10 @@ def test_memory_does_not_grow(live):
     ask(100)
     (objects, threads, rss), after = ask(20), ask(200)
     assert after[0] < objects + 100 and after[1] <= threads + 1 and after[2] < 1.02 * rss
+
+
+def test_a_second_server_on_the_port_is_one_line(live, serve_dir):
+    command = [*SERVE, "--model", str(serve_dir), "--port", str(live.port)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and "is in use" in done.stderr
+    assert done.stderr.count("\n") == 1

@@ -309,3 +309,25 @@ def test_no_time_at_all_is_a_504_and_leaves_no_work_behind(loaded, recwarn):
         assert httpx.post(hasty.url + CHAT, json=SHORT, timeout=10).status_code == 504
     gc.collect()
     assert not [each for each in recwarn if "never awaited" in str(each.message)]
+
+
+def test_who_leaves_has_no_second_grammar_compiled_beside_the_first(live, compiling):
+    begun, go_on = compiling
+    for _ in range(2):
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(live.url + CHAT, json={**SHORT, "guided_regex": "[ab]+"}, timeout=0.3)
+    assert len(begun) == 1
+    go_on.set()
+    until(lambda: live.server.queue.n_waiting == 0)
+
+
+def test_texts_that_are_read_at_the_same_time_are_read_right(live):
+    """One tokenizer serves all threads."""
+    texts = [letter * n for letter in "aé" for n in (100, 9_000, 20_000)] * 4
+
+    def n_tokens(text):
+        reply = httpx.post(f"{live.url}/tokenize", json={"prompt": text}, timeout=30)
+        return reply.json()["count"]
+
+    with concurrent.futures.ThreadPoolExecutor(24) as pool:
+        assert list(pool.map(n_tokens, texts)) == [len(text.encode()) for text in texts]

@@ -283,3 +283,22 @@ def test_the_time_for_a_request_ends(loaded, slow):
         assert httpx.post(hasty.url + CHAT, json=SHORT).status_code == 200
         text = httpx.get(f"{hasty.url}/metrics").text
         assert 'vllm:request_failed_total{model_name="tiny-model",reason="timeout"} 2.0' in text
+
+
+def test_a_client_that_does_not_stream_and_leaves(live, slow):
+    before, body = n_generated(live), {**LONG, "stream": False}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(live.url + CHAT, json=body, timeout=0.3)
+    until(lambda: live.server.queue.n_running == 0, 0.5)
+    assert n_generated(live) - before < 1000
+
+
+def test_a_client_that_reads_late_gets_its_whole_answer(live, slow):
+    with contextlib.closing(deaf(live.port, speculate=False, max_tokens=300)) as client:
+        (running,) = live.server.queue._running
+        until(lambda: running.stalled > 0.1, 30)
+        client.settimeout(10)
+        text = b""
+        while b"[DONE]" not in text[-30:]:
+            text += client.recv(2**20)
+    assert running.outcome == "length" and running.stats.new_tokens == 300

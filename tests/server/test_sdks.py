@@ -109,3 +109,35 @@ def test_litellm(live, where, calls, plant, monkeypatch):
     reply = litellm.completion(messages=MESSAGES, tools=[WEATHER], tool_choice="auto", **where)
     (call,) = reply.choices[0].message.tool_calls
     assert json.loads(call.function.arguments) == {"city": "Rome"}
+
+
+def test_openai(live, where, calls, plant):
+    client, name = openai.OpenAI(**where), live.server.name
+    ask = client.chat.completions.create
+    whole = ask(model=name, messages=MESSAGES, max_tokens=8, user="me")
+    events = ask(model=name, messages=MESSAGES, max_tokens=8, stream=True, user="me")
+    streamed = "".join(event.choices[0].delta.content or "" for event in events)
+    assert streamed == whole.choices[0].message.content
+    strict = openai.pydantic_function_tool(Trip)
+    assert strict["function"]["strict"] is True
+    for wanted, choice, arguments in (
+        (calls("Trip", ANSWER), "auto", ANSWER),
+        (calls("Trip", ANSWER.replace("Oslo", "Bonn")), "auto", None),  # held to the schema
+        (calls("Trip", ANSWER), "required", ANSWER),
+        ("text", "auto", ""),
+    ):
+        plant(wanted)
+        given = {"model": name, "messages": MESSAGES, "tools": [strict], "tool_choice": choice}
+        (found,) = client.chat.completions.parse(**given, max_tokens=200).choices
+        if arguments == "":
+            assert found.message.content == wanted and not found.message.tool_calls
+            continue
+        (call,) = found.message.tool_calls
+        parsed = call.function.parsed_arguments
+        assert isinstance(parsed, Trip) and (arguments is None or parsed == TRIP)
+        with client.chat.completions.stream(**given, max_tokens=200) as stream:
+            (again,) = stream.get_final_completion().choices
+        assert again.message.tool_calls[0].function.parsed_arguments == parsed
+    plant(ANSWER)
+    reply = client.chat.completions.parse(model=name, messages=MESSAGES, response_format=Trip)
+    assert reply.choices[0].message.parsed == TRIP

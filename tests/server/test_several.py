@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
 import json
 import threading
@@ -14,7 +15,19 @@ import pytest
 import torch
 
 import fasteagle.batch
-from conftest import CHAT, LETTER_ID, SHORT, busy, load, number, serving, slow_down, until
+from conftest import (
+    CHAT,
+    LETTER_ID,
+    SHORT,
+    busy,
+    deaf,
+    failures,
+    load,
+    number,
+    serving,
+    slow_down,
+    until,
+)
 from fasteagle.answering.grammar import GrammarMask
 from fasteagle.decoding.stats import Stats
 from fasteagle.generate import Engine
@@ -245,3 +258,18 @@ def test_the_rate_of_several_answers_is_that_of_all_of_them():
     ]
     both = server_replies.together(each)
     assert (both.tok_s, both.ttft, both.decode_seconds) == (15.0, 0.4, 2.0)
+
+
+def test_one_who_does_not_read_stands_still_alone(live, slow):
+    before = failures(live, "stalled")
+    with contextlib.closing(deaf(live.port, speculate=False, max_tokens=300)) as client:
+        (job,) = live.server.queue._running
+        until(lambda: job.stalled > 0.5, 30)
+        n_tokens = job.stats.new_tokens
+        assert post(live, body(n=30)).status_code == 200
+        assert job.stats.new_tokens == n_tokens and live.server.queue.n_running == 1
+        client.settimeout(10)
+        text = b""
+        while b"[DONE]" not in text[-30:]:
+            text += client.recv(2**20)
+    assert job.outcome == "length" and failures(live, "stalled") == before

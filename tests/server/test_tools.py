@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import openai
 import pytest
@@ -385,3 +386,10 @@ def test_a_fixed_form_ends_the_thought_that_a_template_opens(client, live, monke
     ).choices
     assert not getattr(choice.message, "reasoning_content", None)
     assert choice.message.tool_calls or choice.message.content or choice.finish_reason == "length"
+
+
+def test_reading_takes_time_linear_in_the_text():
+    for text in ("<tool_call>{" * 8000, "<tool_call>{" * 8000 + "</tool_call>" * 8000):
+        start = time.process_time()
+        assert parse_calls(text, HERMES, ("f",)) == (text, [])
+        assert time.process_time() - start < 0.5

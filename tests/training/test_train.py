@@ -14,7 +14,7 @@ from fasteagle.generate import Engine
 from fasteagle.prompts import Conversation
 from fasteagle.training.data import cached_features, live_features
 from fasteagle.training.held_out import HeldOut, evaluate
-from fasteagle.training.options import LOSSES
+from fasteagle.training.options import LOSSES, TrainOptions
 from fasteagle.training.train import Trainer, new_head
 from helpers import OPTIONS, OPTIONS_3, eagle3_of, random_head
 
@@ -191,3 +191,9 @@ def test_training_stops_when_held_out_text_gains_nothing(trainer):
     made = trainer(dataclasses.replace(OPTIONS, lr=1e-12))
     made.run(lambda entry: None, every=2, patience=3)
     assert made.step == 8
+
+
+@pytest.mark.parametrize("aux_layers", [(2, 1), (1, 4)])
+def test_aux_layers_that_the_model_lacks(aux_layers):
+    with pytest.raises(FasteagleError, match="must ascend within 0 .. 3"):
+        TrainOptions(algorithm="eagle3", tap_layers=aux_layers).aux_layers_of(3)
