@@ -119,3 +119,21 @@ def test_scales_are_looked_at_while_loading(
     engine.use(drafter)
     assert accumulates(drafter.head) == {sums}
     assert ("sums of the draft head might be" in capsys.readouterr().err) == (sums == "fp32")
+
+
+@pytest.mark.parametrize(("scale", "sums"), [(1.0, "fp16"), (3000.0, "fp32")])
+def test_scales_of_a_draft_head_are_looked_at_too(
+    tiny_dir, tmp_path, monkeypatch, capsys, sums_in_fp16, scale, sums
+):
+    monkeypatch.setattr(opening, "prove", lambda *args: None)  # kernels are for CUDA
+    options = RuntimeOptions(device="cpu", quant="int4-g32", dtype="fp16", max_seq_len=64)
+    runtime = opening.open_model(str(tiny_dir)).loaded(options)
+    head = random_head(runtime.engine.model, rope_scaling=None, rope_base=10000.0)
+    head.block.mlp_norm.weight.data.fill_(scale)
+    save_head(tmp_path / "head", head, {}, torch.float32)
+    engine = runtime.engine
+    draft = DraftOptions("eagle", str(tmp_path / "head"))
+    drafter = Drafting(draft).drafter("x", engine, runtime.checkpoint, lambda line: None)
+    engine.use(drafter)
+    assert accumulates(drafter.head) == {sums}
+    assert ("sums of the draft head might be" in capsys.readouterr().err) == (sums == "fp32")

@@ -286,3 +286,13 @@ def test_after_a_failed_capture_the_process_can_capture_again(gpu_subprocess):
         assert x.item() == 2, x
         """
     )
+
+
+def test_failures_for_lack_of_memory_count_too(cuda, engine):
+    """Such a capture is not repeated at once."""
+    cuda.refusing, cuda.reason = 100, "CUDA error: out of memory"
+    for refused in (1, 2, 3, 4, 4):
+        engine.prepare(SamplingParams())
+        assert cuda.refused == refused
+        assert ("not tried again" in engine.runner.error) == (refused == 4)
+        engine.runner.forget()

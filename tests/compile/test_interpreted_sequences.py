@@ -29,6 +29,7 @@ from fasteagle.sampling import SamplingMode
 from fasteagle.tree import TreeView, relations
 from helpers import rest_slow
 from interleaved_models import KernelBackend
+from ptx.memory import Fault
 from replaying import PooledGraphs
 from test_interpreted_cycles import FUSED, PROMPT, TREE, made
 from tree_problems import random_parents
@@ -285,3 +286,41 @@ def jobs_of(engine: Engine, prompt, params, n, caches, i):
     """An answer, whose keys and values are kept at its end."""
     yield from engine.generate(prompt, params, n)
     caches[i] = engine.cache.rows[:, :, : len(engine.cached)].clone()
+
+
+def neighbour(table: Tensor, fields: list[int]) -> Tensor:
+    table[:2, fields] = table[:2, fields].flip(0)
+    return table
+
+
+FAULTS = {
+    "cache of the neighbour": lambda s: neighbour(s.table, [6]),
+    "keys one plane too far": lambda s: s.table[:, 6].add_(s.table[:, 7]),
+    "rows of the neighbour": lambda s: s.members.copy_(1 - s.members.clamp(0, 1)),
+    "length of the neighbour": lambda s: s.seq_lens[:2].copy_(s.seq_lens[:2].flip(0).clone()),
+    "blocks of the neighbour": lambda s: s.blocks[:, 0].copy_(1 - s.blocks[:, 0].clamp(0, 1)),
+    "paths of another row": lambda s: s.paths.copy_(s.paths.roll(1, 0)),
+}
+
+
+@pytest.mark.parametrize("name", rest_slow(list(FAULTS), 2))
+def test_a_planted_fault_is_seen(name, kernels_on_cpu):
+    """Results differ, or a kernel touches what it must not."""
+    n_head, E, M, B, group = 2, 32, 16, 2, 2
+    some = [
+        one(*t, G=1, group=group, E=E, int8=False, dtype=HALF) for t in ((5, 70, 4), (6, 90, 2))
+    ]
+    kept = [own.member.rows.clone() for own in some]
+    expected = torch.cat([alone(own, n_head, E, HALF, None, True, 0) for own in some])
+    for broken in (False, True):
+        for own, rows in zip(some, kept, strict=True):
+            own.member.rows.copy_(rows)
+        sequences = gathered([own.member for own in some], M, B, group, block_of(M, B, group))
+        if broken:
+            FAULTS[name](sequences)
+        try:
+            y = together(some, M, B, sequences, n_head, E, HALF, None, True, 0)
+            equal = torch.equal(y[: len(expected)], expected)
+        except Fault:
+            equal = False
+        assert equal is not broken

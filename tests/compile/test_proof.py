@@ -298,3 +298,20 @@ def test_a_wrong_step_of_a_draft_head_is_the_cores(model, drafter, monkeypatch, 
     proof.prove_drafting(backend, drafter.head)
     assert "drafting of backend cpu" in capsys.readouterr().err
     assert backend.step(drafter.head) is None and backend.left == {"drafting"}
+
+
+def test_a_failure_names_the_file_that_keeps_it(model, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        patch.setattr(cpu_pass.NativePass, "__call__", wrong_pass)
+        for _ in range(2):  # computed, and stored
+            proof.prove(CpuBackend(model))
+            (stamp,) = (cache_dir() / "proofs").iterdir()
+            assert f"; kept in {stamp})" in capsys.readouterr().err
+    stamp.unlink()
+    proof.prove(CpuBackend(model), strict=True)
+
+
+def test_strict_refuses(model, monkeypatch):
+    monkeypatch.setattr(cpu_pass.NativeFinish, "__call__", raising)
+    with pytest.raises(FasteagleError, match=r"commits of backend cpu .*leave out --strict"):
+        proof.prove(CpuBackend(model), strict=True)

@@ -118,3 +118,66 @@ def test_unknown_instructions_are_refused_by_name(card):
     """Hopper's own product, which only this kernel uses: on numbers that are exact in any order."""
     with pytest.raises(Refused, match="wgmma"):
         order_kernels.relations(torch.zeros(64, dtype=torch.int64), torch.ones(64) > 0)
+
+
+HAND = {"num_warps": 2, "enable_fp_fusion": False}
+# Instructions by hand, for what Triton compiles into none of our kernels
+
+HEAD = """.visible .entry hand(.param .u64 .ptr hand_param_0) .reqntid 64 {
+.reg .b32 %r<9>; .reg .b64 %rd<9>; .reg .pred %p<9>;
+ld.param.b64 %rd1, [hand_param_0];
+mov.u32 %r1, %tid.x;
+setp.lt.u32 %p1, %r1, 32;
+mul.wide.u32 %rd2, %r1, 4;
+add.s64 %rd3, %rd1, %rd2;
+"""
+BY_HAND = {
+    "a barrier in a branch": (
+        "@%p1 bra $L_0; ret; $L_0: bar.sync 0; ret;", None
+    ),
+    "a barrier that some never reach": (
+        "@%p1 bra $L_0; bar.sync 0; ret; $L_0: bar.sync 0; ret;", "waits at a barrier"
+    ),
+    "different values in one place": (
+        "st.global.b32 [%rd1], %r1; ret;", "writes different values into one place"
+    ),
+    "shared memory that nothing wrote to": (
+        "ld.shared.b32 %r2, [global_smem]; ret;", "reads uninitialised shared memory"
+    ),
+    "half a warp": (
+        "setp.lt.u32 %p2, %r1, 16; @%p2 ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r2}, "
+        "[global_smem]; ret;", "half a warp moves a matrix"
+    ),
+    "a write after another warp's read": (
+        "ld.global.b32 %r2, [%rd3]; xor.b32 %r3, %r1, 32; mul.wide.u32 %rd4, %r3, 4; "
+        "add.s64 %rd5, %rd1, %rd4; st.global.b32 [%rd5], %r2; ret;", "another warp read since"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_instructions_by_hand(card, name):
+    code, message = BY_HAND[name]
+    card.edit = lambda ptx: HEAD + code + "}"
+    memory = torch.zeros(64, dtype=torch.int32)
+    if message is None:
+        launch_by_hand(memory)
+        return
+    with pytest.raises(Fault, match=message):
+        launch_by_hand(memory)
+
+
+@pytest.mark.parametrize(
+    "code", ["add.sat.s32 %r2, %r1, %r1", "atom.global.add.u32 %r2, [%rd1], 1"]
+)
+def test_unknown_forms_are_refused(card, code):
+    card.edit = lambda ptx: HEAD + code + "; ret; }"
+    with pytest.raises(Refused, match=re.escape(code)):
+        launch_by_hand(torch.zeros(64, dtype=torch.int32))
+
+
+def launch_by_hand(memory: torch.Tensor) -> None:
+    """By way of a kernel with one pointer first, which is replaced."""
+    order_kernels.relations_kernel[(1,)](
+        memory, memory, memory, memory, memory, 2, T_PAD=16, ROUNDS=1, **HAND
+    )
