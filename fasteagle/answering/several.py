@@ -96,21 +96,27 @@ class Answers:
 
         n_tokens = len(request.prompt) + request.answer.max_new_tokens
         n_tokens = min(n_tokens, batch.engines[0].max_seq_len)
-        with self._holding():
+        try:
             if not batch.running:
                 self._held.enter_context(self._hold(request.params))
             batch.begin(key, request.prompt, n_tokens, chunks)
+        finally:
+            self._let_go()
 
     def step(self, paused: Collection[Hashable] = ()) -> list[tuple[Hashable, Event]]:
         """Run one pass for all answers but the `paused` ones; return what is new, in order."""
-        with self._holding():
+        try:
             return self._batch.step(paused)
+        finally:
+            self._let_go()
 
     def end(self, key: Hashable) -> None:
         """End an answer early; do nothing if it has ended."""
-        with self._holding():
+        try:
             if key in self._batch.running:
                 self._batch.end(key)
+        finally:
+            self._let_go()
 
     def end_all(self) -> None:
         """End all answers early, streams of other threads included."""
@@ -118,13 +124,10 @@ class Answers:
             for key in self.running:
                 self.end(key)
 
-    @contextlib.contextmanager
-    def _holding(self) -> Generator[None]:
-        try:
-            yield
-        finally:
-            if not self._batch.running:
-                self._held.close()
+    def _let_go(self) -> None:
+        """Leave `hold` where no answer is under way."""
+        if not self._batch.running:
+            self._held.close()
 
     def stream(
         self, request: AnswerRequest, text: str | None = None, stats: Stats | None = None
@@ -216,11 +219,13 @@ class Answers:
         Who is next holds `_next`: else one thread could take turn after turn.
         """
         try:
-            with ExitStack() as turn:
-                with self._next:
-                    turn.enter_context(self._lock)
+            with self._next:
+                self._lock.acquire()
+            try:
                 self._end_shut()
                 yield
+            finally:
+                self._lock.release()
         finally:
             self._close()
 

@@ -105,11 +105,22 @@ class ChatTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids` without special tokens."""
-        return self._backend.decode(ids, skip_special_tokens=True)
+        return self._decoder.decode(ids, skip_special_tokens=True)
 
     def raw(self, ids: Sequence[int]) -> str:
         """Return the text of `ids` with special tokens written out."""
-        return self._backend.decode(ids, skip_special_tokens=False)
+        return self._decoder.decode(ids, skip_special_tokens=False)
+
+    @cached_property
+    def _decoder(self) -> Any:
+        """Decoder of token ids: what transformers calls, if it only passes the text on.
+
+        A text is decoded twice for each pass, and transformers' own checks take longer than that.
+        """
+        backend = self._backend
+        fast = getattr(backend, "backend_tokenizer", None)
+        cleans_up = getattr(backend, "clean_up_tokenization_spaces", True)
+        return backend if fast is None or cleans_up else fast
 
     def piece(self, token: int) -> str:
         """Return the text of a token within a text: at its beginning some drop a blank."""
