@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from fasteagle.errors import FasteagleError
@@ -18,6 +19,7 @@ MOST_WIDTH = 2**20  # largest model dimension: far above any model, far below al
 MOST_LAYERS = 1000  # limited, since the tensors of each layer are listed in memory
 MOST_EXPERTS = 1024  # of a block; likewise
 LONGEST_SHOWN = 60  # most characters of a value in an error
+MOST_JSON = 2**26  # bytes of a file: those of the largest models have a tenth of that
 MOST_NESTED = 100  # most levels of JSON from clients, whose readers may recurse
 
 
@@ -27,6 +29,15 @@ def parse_json(text: str) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def parse_json_file(path: Path) -> Any:
+    """Parse the JSON in a file; raise ValueError or OSError where it cannot be read."""
+    with path.open("rb") as file:
+        data = file.read(MOST_JSON + 1)  # a device may have no end
+    if len(data) > MOST_JSON:
+        raise ValueError(f"it has more than {MOST_JSON >> 20} MiB")
+    return parse_json(data.decode("utf-8"))
 
 
 def parse_shallow_json(text: str) -> Any:

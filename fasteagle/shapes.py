@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from fasteagle.config_fields import parse_json
+from fasteagle.config_fields import parse_json_file
 from fasteagle.errors import FasteagleError, reason_of
 
 
@@ -184,7 +184,7 @@ Paths = tuple[tuple[int, ...], ...]  # a static tree: child ranks from the root,
 def read_tree(path: Path) -> Paths:
     """Read a static tree from JSON: a list of child-rank paths, `[[0], [1], [0, 0]]`."""
     try:
-        raw = parse_json(path.read_text("utf-8"))
+        raw = parse_json_file(path)
         if not all(type(rank) is int for node in raw for rank in node):
             raise ValueError("ranks must be integers")
         if any(len(node) > MAX_REACH for node in raw):

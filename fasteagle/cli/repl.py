@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from fasteagle.answering.keywords import check_text
 from fasteagle.cli.markdown import AnswerScreen, Style
 from fasteagle.cli.session import ChatSession, Piece, format_stats
-from fasteagle.config_fields import parse_json
+from fasteagle.config_fields import parse_json_file
 from fasteagle.drafting.draft_model import ModelDrafter
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import FasteagleError, note, reason_of, suggest
@@ -250,7 +250,7 @@ class Repl:
     def _load(self, name: str) -> None:
         path = _file_argument(name, "/load")
         try:
-            content = parse_json(path.read_text("utf-8"))
+            content = parse_json_file(path)
             if not isinstance(content, dict):
                 raise ValueError("it is no JSON object")
             said = content["turns"]

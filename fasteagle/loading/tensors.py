@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fasteagle.config import ModelConfig
-from fasteagle.config_fields import Fields, parse_json
+from fasteagle.config_fields import Fields, parse_json_file
 from fasteagle.errors import FasteagleError, shortened
 from fasteagle.loading.names import Index, block_linears, expected_shapes, is_block_linear, parts_of
 from fasteagle.loading.pickles import unpickled_tensors
@@ -91,7 +91,7 @@ class Checkpoint(abc.ABC):
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        value = parse_json(path.read_text("utf-8"))
+        value = parse_json_file(path)
     except FileNotFoundError:
         raise FasteagleError(f"{path}: file is missing") from None
     except (ValueError, OSError) as error:
