@@ -82,18 +82,19 @@ struct Noise {
 
 // Returns the largest of columns `begin` .. `end - 1` and its first index; NaN if there is one.
 inline std::pair<float, int64_t> largest_of(const float* x, int64_t begin, int64_t end) {
-  VF best[4], bad = {};
+  constexpr int64_t STEP = 4 * W;
+  VF best[4], bad[4] = {};
   for (VF& b : best) b = splat(-std::numeric_limits<float>::infinity());
   int64_t i = begin;
-  for (; i + 4 * W <= end; i += 4 * W) {
+  for (; i + STEP <= end; i += STEP) {
     for (int j = 0; j < 4; j++) {
       const VF v = load(x + i + j * W);
       best[j] = larger(v, best[j]);
-      bad += v * 0.0f;
+      bad[j] += v * 0.0f;
     }
   }
   float most = largest(larger(larger(best[0], best[1]), larger(best[2], best[3])));
-  float wrong = sum(bad);
+  float wrong = sum(bad[0] + bad[1] + bad[2] + bad[3]);
   for (; i < end; i++) {
     most = x[i] > most ? x[i] : most;
     wrong += x[i] * 0.0f;
@@ -102,7 +103,12 @@ inline std::pair<float, int64_t> largest_of(const float* x, int64_t begin, int64
     for (i = begin; i < end; i++)
       if (x[i] != x[i]) return {x[i], i};
   }
-  for (i = begin; i < end; i++)
+  for (i = begin; i + STEP <= end; i += STEP) {
+    VI is_most = {};
+    for (int j = 0; j < 4; j++) is_most |= load(x + i + j * W) == most;
+    if (sum(is_most)) break;  // it is one of these
+  }
+  for (; i < end; i++)
     if (x[i] == most) return {most, i};
   return {most, begin};
 }
