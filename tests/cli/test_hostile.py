@@ -113,11 +113,7 @@ REFUSED = [
     (CHAT, "--verify multi-round", "add --drafter eagle-static or eagle-chain"),
     (CHAT, "--tree ''", "tree '' is empty"),
     (CHAT, "--tree DIR", "tree file DIR: expected a list of paths (Is a directory)"),
-    (
-        CHAT,
-        "--tree /dev/zero",
-        "/dev/zero: expected a list of paths (it has more than 64 MiB)",
-    ),
+    (CHAT, "--tree /dev/zero", "/dev/zero: expected a list of paths (it has more than 64 MiB)"),
     (CHAT, "--tree DIR/tall.json", "expected a list of paths (at most 63 ranks each)"),
     (CHAT, "--tree DIR/bytes", "expected a list of paths (it is not UTF-8)"),
     (CHAT, "--tree x.json --tree-depth 2", "--tree-depth has no meaning with --tree FILE"),
