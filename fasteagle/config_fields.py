@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fasteagle.errors import FasteagleError
+from fasteagle.errors import FasteagleError, cut
 
 MOST = 2**31 - 1  # largest count: fits into the index types of every kernel
 MOST_REAL = 1e30  # largest number: fits into fp32
@@ -170,4 +170,4 @@ def _shown(value: Any) -> str:
         text = json.dumps(value, ensure_ascii=False)
     except RecursionError:  # here the stack is deeper than in the parser
         return "nested too deeply"
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]} ..."
+    return cut(text, LONGEST_SHOWN)

@@ -110,7 +110,12 @@ def shown(value: object) -> str:
         text = repr(value)
     except ValueError:  # more digits than Python writes
         return "of thousands of digits"
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]} ..."
+    return cut(text, LONGEST_SHOWN)
+
+
+def cut(text: str, most: int) -> str:
+    """Return `text`, or its first `most` characters and that there are more."""
+    return text if len(text) <= most else f"{text[:most]} ..."
 
 
 def shortened(problems: list[str], limit: int = 6) -> str:

@@ -349,10 +349,8 @@ class Engine(Context):
         low, high = min(prompt), max(prompt)
         vocab_size = self.model.config.vocab_size
         if low < 0 or high >= vocab_size:
-            bad = low if low < 0 else high
-            raise FasteagleError(
-                f"token id {shown(bad)} is outside the vocabulary of {vocab_size:,}"
-            )
+            bad = shown(low if low < 0 else high)
+            raise FasteagleError(f"token id {bad} is outside the vocabulary of {vocab_size:,}")
 
     def _check(self, token: int, position: int) -> None:
         """Raise `EngineError` where the logits of the token at `position` were not finite."""

@@ -148,27 +148,23 @@ template <int R, int BITS, class F>
     constexpr int P = PARTS<BITS>;
     Bytes w[4][P];
     VS totals[R][P];
-    const auto unpack = [&](auto half) __attribute__((always_inline)) {
+    for_each<2>([&](int half) __attribute__((always_inline)) {
       for (int j = 0; j < 4; j++)
-        for (int p = 0; p < P; p++) w[j][p] = half(load_bytes(line + j * 4 * COLUMNS + p * 4 * W));
-    };
-    unpack([](Bytes v) __attribute__((always_inline)) { return low(v); });
-    for_each<R>([&](int r) __attribute__((always_inline)) {
-      for (int j = 0; j < 4; j++) {
-        const Bytes x = spread(q + r * BLOCK + 4 * j);
         for (int p = 0; p < P; p++) {
-          const VS products = pairs(w[j][p], x);
-          totals[r][p] = j ? totals[r][p] + products : products;
+          const Bytes values = load_bytes(line + j * 4 * COLUMNS + p * 4 * W);
+          w[j][p] = half ? high(values) : low(values);
         }
-      }
-    });
-    unpack([](Bytes v) __attribute__((always_inline)) { return high(v); });
-    for_each<R>([&](int r) __attribute__((always_inline)) {
-      for (int j = 0; j < 4; j++) {
-        const Bytes x = spread(q + r * BLOCK + 16 + 4 * j);
-        for (int p = 0; p < P; p++) totals[r][p] += pairs(w[j][p], x);
-      }
-      for (int p = 0; p < P; p++) give(r, p, quads(totals[r][p]));
+      for_each<R>([&](int r) __attribute__((always_inline)) {
+        for (int j = 0; j < 4; j++) {
+          const Bytes x = spread(q + r * BLOCK + 16 * half + 4 * j);
+          for (int p = 0; p < P; p++) {
+            const VS products = pairs(w[j][p], x);
+            totals[r][p] = half || j ? totals[r][p] + products : products;
+          }
+        }
+        if (half)
+          for (int p = 0; p < P; p++) give(r, p, quads(totals[r][p]));
+      });
     });
     return;
   }

@@ -25,6 +25,8 @@ namespace {
 
 using at::Tensor;
 
+template <int BITS>
+constexpr int64_t STEP = BITS * 4 * COLUMNS;  // bytes of a block of 16 outputs: BITS lines
 constexpr int AHEAD = 4096;  // bytes of weights that are fetched before they are read
 
 struct Header {
@@ -72,28 +74,28 @@ struct Weight {
   }
 
   // Returns what is subtracted from the stored values of the weights as `Dot` reads them.
-  template <int BITS, bool TWO>
+  template <int BITS>
   int stored_base() const {
-    return h.base - (BITS == 8 ? 128 : 0) + Dot<BITS, TWO>::bias;
+    return h.base - (BITS == 8 ? 128 : 0) + Dot<BITS, false>::bias;
   }
 
-  // Scales, and offsets where there are any, of P * W of 16 outputs at `block`.
-  template <int P, bool OFFSETS>
+  template <int BITS>
   struct Parameters {
-    VF scale[P], offset[P];
+    VF scale[PARTS<BITS>], offset[PARTS<BITS>];  // offsets of 4-bit weights only
   };
 
-  // Returns them, and prefetches those of the next 16 outputs, which follow their values.
-  template <int P, bool OFFSETS>
-  [[gnu::always_inline]] Parameters<P, OFFSETS> parameters(const uint8_t* block, int64_t group,
-                                                           int part) const {
-    Parameters<P, OFFSETS> found;
+  // Returns the parameters of PARTS * W of 16 outputs at `block`, from part `part`, and prefetches
+  // those of the next 16 outputs, which follow their values.
+  template <int BITS>
+  [[gnu::always_inline]] Parameters<BITS> parameters(const uint8_t* block, int64_t group,
+                                                     int part) const {
+    Parameters<BITS> found;
     const int64_t at = group * COLUMNS + part * W, bytes = at * (h.wide ? 4 : 2);
     __builtin_prefetch(block + h.scales_at + bytes + h.stride);
-    if (OFFSETS) __builtin_prefetch(block + h.second_at + bytes + h.stride);
-    for (int p = 0; p < P; p++) {
+    if (BITS == 4) __builtin_prefetch(block + h.second_at + bytes + h.stride);
+    for (int p = 0; p < PARTS<BITS>; p++) {
       found.scale[p] = parameter(block + h.scales_at, at + p * W);
-      if constexpr (OFFSETS) {
+      if constexpr (BITS == 4) {
         found.offset[p] = parameter(block + h.second_at, at + p * W);
         if (h.second == 2) [[unlikely]]
           found.offset[p] = -(found.offset[p] * found.scale[p]);
@@ -115,26 +117,25 @@ struct Weight {
 template <int R, int BITS, bool SINGLE>
 [[gnu::noinline]] void tile(const Weight& w, const uint8_t* block, int part, const Activations& x,
                             const Choice& choice, int64_t row, float* y) {
-  constexpr int LINES = BITS == 4 ? 4 : 8, P = PARTS<BITS>;
-  constexpr int64_t STEP = LINES * 4 * COLUMNS;
-  constexpr bool OFFSETS = BITS == 4;
-  const int base = w.stored_base<BITS, (R < 4)>();
+  constexpr int P = PARTS<BITS>;
+  const int base = w.stored_base<BITS>();
   const uint8_t* line = block + part * 4 * W;
   VF acc[R][P];
   for (int r = 0; r < R; r++)
     for (int p = 0; p < P; p++) acc[r][p] = VF{};
   for (int64_t group = 0, b = 0; group < w.groups; group++) {
-    const auto [scale, offset] = w.parameters<P, OFFSETS>(block, group, part);
+    const auto [scale, offset] = w.parameters<BITS>(block, group, part);
     const auto add = [&](int r, int p, VF value, float moved) __attribute__((always_inline)) {
       acc[r][p] = fma(scale[p], value, acc[r][p]);
-      if constexpr (OFFSETS) acc[r][p] = fma(offset[p], splat(moved), acc[r][p]);
+      if constexpr (BITS == 4) acc[r][p] = fma(offset[p], splat(moved), acc[r][p]);
     };
     VF in_group[SINGLE ? 1 : R][P] = {};
     float moved[SINGLE ? 1 : R] = {};
     const int64_t end = SINGLE ? b + 1 : std::min<int64_t>(b + w.h.group_blocks, w.blocks);
     do {
       const int64_t at = b * x.rows + row;
-      for (int j = 0; j < LINES; j++) __builtin_prefetch(line + b * STEP + j * 4 * COLUMNS + AHEAD);
+      for (int j = 0; j < BITS; j++)
+        __builtin_prefetch(line + b * STEP<BITS> + j * 4 * COLUMNS + AHEAD);
       const auto take = [&](int r, int p, VI total) __attribute__((always_inline)) {
         const VF value = to_float(total) * splat(x.scales[at + r]);
         if constexpr (SINGLE) {
@@ -143,8 +144,8 @@ template <int R, int BITS, bool SINGLE>
           in_group[r][p] += value;
         }
       };
-      block_products<R, BITS>(line + b * STEP, x.q + at * BLOCK, x.sums + at, base, take);
-      if constexpr (!SINGLE && OFFSETS)
+      block_products<R, BITS>(line + b * STEP<BITS>, x.q + at * BLOCK, x.sums + at, base, take);
+      if constexpr (!SINGLE && BITS == 4)
         for (int r = 0; r < R; r++) moved[r] += choice.offsets[at + r];
     } while (++b < end);
     if constexpr (!SINGLE)
@@ -160,11 +161,9 @@ template <int BITS>
 [[gnu::noinline]] void add_rest(const Weight& w, const uint8_t* block, int part,
                                 const Activations& x, const Choice& choice, int64_t row,
                                 int64_t rows, float* y) {
-  constexpr int P = PARTS<BITS>;
-  constexpr int64_t STEP = BITS * 4 * COLUMNS;
-  const int base = w.stored_base<BITS, true>();
+  const int base = w.stored_base<BITS>();
   for (const int32_t b : choice.twice_of(row, x)) {
-    const auto [scale, offset] = w.parameters<P, false>(block, b / w.h.group_blocks, part);
+    const auto [scale, offset] = w.parameters<BITS>(block, b / w.h.group_blocks, part);
     for (int64_t at = b * x.rows + row, end = at + rows; at < end; at++) {
       const float rest_scale = choice.rest_scales[at];
       if (rest_scale == 0.0f) continue;  // NaN continues
@@ -173,7 +172,7 @@ template <int BITS>
         const VF value = to_float(total) * splat(rest_scale);
         store(out + p * W, fma(scale[p], value, load(out + p * W)));
       };
-      block_products<1, BITS>(block + part * 4 * W + b * STEP, x.rest + at * BLOCK,
+      block_products<1, BITS>(block + part * 4 * W + b * STEP<BITS>, x.rest + at * BLOCK,
                               x.rest_sums + at, base, take);
     }
   }
