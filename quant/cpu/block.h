@@ -272,7 +272,7 @@ struct Pass {
     uint8_t* own = (uint8_t*)own_scratch(me);
     norm(me, w.mlp_norm);
     me.end(Phase::norms);
-    const Choice choice(own, normed, T);
+    const Choice choice(own, normed, T, w.gate_up.base);
     me.each(hidden.blocks, [&](int64_t begin, int64_t end) {
       for (int64_t block = begin; block < end; block++)
         gated(w.gate_up, block, normed, choice, T, hidden);

@@ -30,6 +30,7 @@ inline Bytes low(Bytes v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
 inline Bytes high(Bytes v) {
   return _mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15));
 }
+inline Bytes high_unshifted(Bytes v) { return _mm512_andnot_si512(_mm512_set1_epi8(15), v); }
 inline Bytes spread(const int8_t* quad) { return _mm512_set1_epi32(four(quad)); }
 inline VS pairs(Bytes w, Bytes x) { return (VS)_mm512_maddubs_epi16(w, x); }
 inline VI quads(VS v) { return (VI)_mm512_madd_epi16((Bytes)v, _mm512_set1_epi16(1)); }
@@ -43,6 +44,7 @@ inline Bytes low(Bytes v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
 inline Bytes high(Bytes v) {
   return _mm256_and_si256(_mm256_srli_epi16(v, 4), _mm256_set1_epi8(15));
 }
+inline Bytes high_unshifted(Bytes v) { return _mm256_andnot_si256(_mm256_set1_epi8(15), v); }
 inline Bytes spread(const int8_t* quad) { return _mm256_set1_epi32(four(quad)); }
 inline VS pairs(Bytes w, Bytes x) { return (VS)_mm256_maddubs_epi16(w, x); }
 inline VI quads(VS v) { return (VI)_mm256_madd_epi16((Bytes)v, _mm256_set1_epi16(1)); }
@@ -68,12 +70,24 @@ inline Bytes high(Bytes b) {
 }
 #endif
 
-// With TWO there are two chains, which hides latency for few rows.
+// Returns the second half of a 4-bit line. For sums of its own it may stay where it is in its
+// bytes, 16 times too large.
+template <bool OWN>
+inline Bytes second_half(const Bytes& v) {
+#if FASTEAGLE_ISA == 4 || FASTEAGLE_ISA == 2
+  if (OWN) return high_unshifted(v);
+#endif
+  return high(v);
+}
+
+// Sums of one row of activations with W outputs. The halves of a 4-bit line come to `add` and
+// `add_second`. With TWO there are two chains, which hides latency for few rows.
 template <int BITS, bool TWO>
 struct Dot {
 #if FASTEAGLE_ISA == 4 || FASTEAGLE_ISA == 2
   static constexpr int bias = BITS == 8 ? 128 : 0;
-  Bytes a = {}, b = {};
+  Bytes a, b = {};
+  void begin(int32_t start) { a = (Bytes)splat(start); }
   void add(Bytes w, const int8_t* quad) { a = add_quads(a, w, spread(quad)); }
   void add_second(Bytes w, const int8_t* quad) {
     if constexpr (TWO) {
@@ -82,12 +96,16 @@ struct Dot {
       add(w, quad);
     }
   }
-  VI total() const { return TWO ? (VI)a + (VI)b : (VI)a; }
+  VI total() const {
+    if constexpr (!TWO) return (VI)a;
+    return (VI)a + (BITS == 4 ? (VI)b >> 4 : (VI)b);
+  }
 #elif FASTEAGLE_ISA == 3
   // Pairs of products of 8-bit weights in 16 bits are at most 2 * 128 * 127, if the sign moves to
   // the activation. For 4-bit weights see `short_products`.
   static constexpr int bias = 0;
-  __m512i a = {};
+  __m512i a;
+  void begin(int32_t start) { a = (__m512i)splat(start); }
   void add(Bytes w, const int8_t* quad) {
     const Bytes value = _mm512_xor_si512(w, _mm512_set1_epi8(-128)), x = spread(quad);
     const Bytes turned =
@@ -99,7 +117,8 @@ struct Dot {
   VI total() const { return (VI)a; }
 #elif FASTEAGLE_ISA == 1
   static constexpr int bias = 0;
-  __m256i a = {};
+  __m256i a;
+  void begin(int32_t start) { a = (__m256i)splat(start); }
   void add(Bytes w, const int8_t* quad) {
     const Bytes value = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
     const Bytes turned = _mm256_sign_epi8(spread(quad), value);
@@ -110,7 +129,8 @@ struct Dot {
   VI total() const { return (VI)a; }
 #else
   static constexpr int bias = BITS == 8 ? 128 : 0;
-  int32_t a[W] = {};
+  int32_t a[W];
+  void begin(int32_t start) { std::fill_n(a, W, start); }
   void add(const Bytes& w, const int8_t* quad) {
     for (int i = 0; i < W; i++)
       for (int j = 0; j < 4; j++) a[i] += int32_t(w.v[4 * i + j]) * quad[j];
@@ -131,16 +151,11 @@ template <int BITS>
 constexpr int PARTS = BITS == 4 && FASTEAGLE_ISA == 1 ? 2 : 1;
 
 // Computes integer products of R rows of activations, 32 bytes each at `q`, with PARTS * W outputs
-// of one block at `line`, and passes them to `take` by row and part; `sums` correct for the bias of
-// the weights.
+// of one block at `line`, and passes them to `take` by row and part. They include the `start` of
+// `terms`, which is 0 unless `based`.
 template <int R, int BITS, class F>
 [[gnu::always_inline]] inline void block_products(const uint8_t* line, const int8_t* q,
-                                                  const int32_t* sums, int base, F take) {
-  const auto give = [&](int r, int part, VI total) __attribute__((always_inline)) {
-    if (base) [[unlikely]]
-      total = (VI)((VU)total - uint32_t(base) * uint32_t(sums[r]));
-    take(r, part, total);
-  };
+                                                  const Term* terms, bool based, F take) {
 #if FASTEAGLE_ISA == 3 || FASTEAGLE_ISA == 1
   if constexpr (BITS == 4) {
     // Row by row, with the weights of half a block's inputs in registers. Pairs are added in 16
@@ -163,23 +178,27 @@ template <int R, int BITS, class F>
           }
         }
         if (half)
-          for (int p = 0; p < P; p++) give(r, p, quads(totals[r][p]));
+          for (int p = 0; p < P; p++) {
+            VI total = quads(totals[r][p]);
+            if (based) [[unlikely]]
+              total += splat(terms[r].start);
+            take(r, p, total);
+          }
       });
     });
     return;
   }
 #endif
-  using Sums = Dot<BITS, (R < 4)>;
+  constexpr bool TWO = R < (W == 16 ? 5 : 4);
   constexpr int LINES = BITS == 4 ? 4 : 8;
-  Sums dots[R];
+  Dot<BITS, TWO> dots[R];
+  for (int r = 0; r < R; r++) dots[r].begin(terms[r].start);
   for (int j = 0; j < LINES; j++) {
     const Bytes values = load_bytes(line + j * 4 * COLUMNS);
     if constexpr (BITS == 4) {
-      const Bytes first = low(values), second = high(values);
-      for (int r = 0; r < R; r++) {
-        dots[r].add(first, q + r * BLOCK + 4 * j);
-        dots[r].add_second(second, q + r * BLOCK + 4 * j + 16);
-      }
+      const Bytes first = low(values), second = second_half<TWO>(values);
+      for (int r = 0; r < R; r++) dots[r].add(first, q + r * BLOCK + 4 * j);
+      for (int r = 0; r < R; r++) dots[r].add_second(second, q + r * BLOCK + 4 * j + 16);
     } else {
       for (int r = 0; r < R; r++) {
         if (j % 2) {
@@ -190,9 +209,7 @@ template <int R, int BITS, class F>
       }
     }
   }
-  VI totals[R];
-  for (int r = 0; r < R; r++) totals[r] = dots[r].total();
-  for (int r = 0; r < R; r++) give(r, 0, totals[r]);
+  for (int r = 0; r < R; r++) take(r, 0, dots[r].total());
 }
 
 }  // namespace

@@ -46,6 +46,7 @@ struct Weight {
   const uint8_t* data = nullptr;
   const float* bias = nullptr;
   int64_t blocks = 0, groups = 0, column_blocks = 0;
+  int base = 0;  // subtracted from the stored values, as `Dot` reads them
 
   Weight() = default;
   explicit Weight(const Tensor& packed, const Tensor* bias_ = nullptr) {
@@ -59,6 +60,7 @@ struct Weight {
     blocks = (h.K + BLOCK - 1) / BLOCK;
     groups = (blocks + h.group_blocks - 1) / h.group_blocks;
     column_blocks = (h.N + COLUMNS - 1) / COLUMNS;
+    base = h.base + (h.bits == 8 ? Dot<8, false>::bias - 128 : Dot<4, false>::bias);
     TORCH_CHECK(packed.numel() == HEADER_BYTES + column_blocks * h.stride, "not a packed weight");
     const int64_t of_values = blocks * COLUMNS * BLOCK * h.bits / 8;
     const int64_t of_parameters = groups * COLUMNS * (h.wide ? 4 : 2);
@@ -71,12 +73,6 @@ struct Weight {
       TORCH_CHECK(bias_->numel() == h.N && bias_->is_contiguous(), "bias is [", h.N, "]");
       bias = bias_->const_data_ptr<float>();
     }
-  }
-
-  // Returns what is subtracted from the stored values of the weights as `Dot` reads them.
-  template <int BITS>
-  int stored_base() const {
-    return h.base - (BITS == 8 ? 128 : 0) + Dot<BITS, false>::bias;
   }
 
   template <int BITS>
@@ -118,11 +114,10 @@ template <int R, int BITS, bool SINGLE>
 [[gnu::noinline]] void tile(const Weight& w, const uint8_t* block, int part, const Activations& x,
                             const Choice& choice, int64_t row, float* y) {
   constexpr int P = PARTS<BITS>;
-  const int base = w.stored_base<BITS>();
   const uint8_t* line = block + part * 4 * W;
-  VF acc[R][P];
-  for (int r = 0; r < R; r++)
-    for (int p = 0; p < P; p++) acc[r][p] = VF{};
+  const int8_t* q = x.q + row * BLOCK;
+  const Term* terms = choice.terms + row;
+  VF acc[R][P] = {};
   for (int64_t group = 0, b = 0; group < w.groups; group++) {
     const auto [scale, offset] = w.parameters<BITS>(block, group, part);
     const auto add = [&](int r, int p, VF value, float moved) __attribute__((always_inline)) {
@@ -133,20 +128,21 @@ template <int R, int BITS, bool SINGLE>
     float moved[SINGLE ? 1 : R] = {};
     const int64_t end = SINGLE ? b + 1 : std::min<int64_t>(b + w.h.group_blocks, w.blocks);
     do {
-      const int64_t at = b * x.rows + row;
-      for (int j = 0; j < BITS; j++)
-        __builtin_prefetch(line + b * STEP<BITS> + j * 4 * COLUMNS + AHEAD);
+      for (int j = 0; j < BITS; j++) __builtin_prefetch(line + j * 4 * COLUMNS + AHEAD);
       const auto take = [&](int r, int p, VI total) __attribute__((always_inline)) {
-        const VF value = to_float(total) * splat(x.scales[at + r]);
+        const VF value = to_float(total) * splat(terms[r].scale);
         if constexpr (SINGLE) {
-          add(r, p, value, choice.offsets[at + r]);
+          add(r, p, value, terms[r].offset);
         } else {
           in_group[r][p] += value;
         }
       };
-      block_products<R, BITS>(line + b * STEP<BITS>, x.q + at * BLOCK, x.sums + at, base, take);
+      block_products<R, BITS>(line, q, terms, w.base != 0, take);
       if constexpr (!SINGLE && BITS == 4)
-        for (int r = 0; r < R; r++) moved[r] += choice.offsets[at + r];
+        for (int r = 0; r < R; r++) moved[r] += terms[r].offset;
+      line += STEP<BITS>;
+      q += x.rows * BLOCK;
+      terms += x.rows;
     } while (++b < end);
     if constexpr (!SINGLE)
       for (int r = 0; r < R; r++)
@@ -161,19 +157,19 @@ template <int BITS>
 [[gnu::noinline]] void add_rest(const Weight& w, const uint8_t* block, int part,
                                 const Activations& x, const Choice& choice, int64_t row,
                                 int64_t rows, float* y) {
-  const int base = w.stored_base<BITS>();
   for (const int32_t b : choice.twice_of(row, x)) {
     const auto [scale, offset] = w.parameters<BITS>(block, b / w.h.group_blocks, part);
     for (int64_t at = b * x.rows + row, end = at + rows; at < end; at++) {
       const float rest_scale = choice.rest_scales[at];
       if (rest_scale == 0.0f) continue;  // NaN continues
       float* out = y + (at + rows - end) * COLUMNS;
+      const Term term = {rest_scale, 0, int32_t(-uint32_t(w.base) * uint32_t(x.rest_sums[at]))};
       const auto take = [&](int, int p, VI total) {
         const VF value = to_float(total) * splat(rest_scale);
         store(out + p * W, fma(scale[p], value, load(out + p * W)));
       };
-      block_products<1, BITS>(block + part * 4 * W + b * STEP<BITS>, x.rest + at * BLOCK,
-                              x.rest_sums + at, base, take);
+      block_products<1, BITS>(block + part * 4 * W + b * STEP<BITS>, x.rest + at * BLOCK, &term,
+                              w.base != 0, take);
     }
   }
 }
@@ -210,7 +206,7 @@ inline void product(const Weight& w, int64_t column_block, const Activations& x,
 // it.
 void products(const Worker& me, const Weight& w, const Activations& x, uint8_t* scratch, int64_t T,
               float* y, int64_t ldy, bool add) {
-  const Choice choice(scratch, x, T);
+  const Choice choice(scratch, x, T, w.base);
   alignas(64) float part[MAX_TILE * COLUMNS];
   const auto multiply = [&](int64_t block) {
     const int64_t first = block * COLUMNS, n = std::min<int64_t>(COLUMNS, w.h.N - first);

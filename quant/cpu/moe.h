@@ -216,7 +216,7 @@ class Mixture {
       if (from == to) continue;
       const Weight w = gate_up(*part);
       const Activations x = gathered(*part), hidden = hidden_of(*part);
-      const Choice choice(choice_, x, part->n);
+      const Choice choice(choice_, x, part->n, w.base);
       for (int64_t block = from; block < to; block++) gated(w, block, x, choice, part->n, hidden);
     }
   }
@@ -228,7 +228,7 @@ class Mixture {
     for (const Part* part = parts_; part < parts_ + n_parts_; part++) {
       const Weight w = down(*part);
       const Activations hidden = hidden_of(*part);
-      const Choice choice(choice_, hidden, part->n);
+      const Choice choice(choice_, hidden, part->n, w.base);
       for (int64_t block = begin; block < end; block++) {
         for (int64_t first = 0; first < part->n; first += MAX_TILE) {
           const int64_t rows = std::min<int64_t>(MAX_TILE, part->n - first);

@@ -94,41 +94,33 @@ struct Activations {
   }
 };
 
+// What a product needs of one row and block besides the integers.
+struct Term {
+  float scale;    // of the activations
+  float offset;   // factor of a weight's offset: the activations' sum
+  int32_t start;  // first value of the integer sum: corrects for the base of stored weights
+};
+
 // Blocks where a row counts with 16 bits: those with much larger values than its other blocks,
 // whose rounding would be most of a product's error. They are a tenth of all blocks, and leave a
 // quarter of the error. Each worker has its own instance.
 struct Choice {
-  float *rest_scales, *offsets;  // [blocks, T]: 0 where 8 bits do; of both, scale times sum
-  int32_t* twice;                // [tiles of 8 rows, 1 + blocks]: number, blocks where a row has 16
+  Term* terms;         // [blocks, T]
+  float* rest_scales;  // [blocks, T]: 0 where 8 bits do
+  int32_t* twice;      // [tiles of 8 rows, 1 + blocks]: number, blocks where a row has 16
 
   static size_t bytes(int64_t rows, int64_t K) {
-    return size_t(rows + 8) * (Activations::blocks_of(K) + 1) * 9 + 64;
+    return size_t(rows + 8) * (Activations::blocks_of(K) + 1) * 17 + 64;
   }
 
-  Choice(uint8_t* memory, const Activations& x, int64_t T) {
+  // `base` is subtracted from the stored values of the weights.
+  Choice(uint8_t* memory, const Activations& x, int64_t T, int base) {
     const int64_t n = x.rows * x.blocks;
-    rest_scales = (float*)memory;
-    offsets = rest_scales + n;
-    twice = (int32_t*)(offsets + n);
-    for (int64_t t = 0; t < T; t++) {
-      float squares = 0;
-      for (int64_t b = 0; b < x.blocks; b++) squares += square(x.scales[b * x.rows + t]);
-      for (int64_t b = 0; b < x.blocks; b++) {
-        const int64_t at = b * x.rows + t;
-        const bool large = square(x.scales[at]) * float(x.blocks) > 2.0f * squares;
-        rest_scales[at] = large ? x.scales[at] / 254.0f : 0.0f;
-        offsets[at] = x.scales[at] * float(x.sums[at]) + rest_scales[at] * float(x.rest_sums[at]);
-      }
-    }
-    for (int64_t t = 0; t < T; t += MAX_TILE) {
-      int32_t* list = twice + t / MAX_TILE * (1 + x.blocks);
-      list[0] = 0;
-      for (int64_t b = 0; b < x.blocks; b++) {
-        const float* own = rest_scales + b * x.rows;
-        if (std::any_of(own + t, own + std::min(t + MAX_TILE, T), [](float s) { return s != 0; }))
-          list[++list[0]] = int32_t(b);
-      }
-    }
+    terms = (Term*)memory;
+    rest_scales = (float*)(terms + n);
+    twice = (int32_t*)(rest_scales + n);
+    for (int64_t t = 0; t < T; t += MAX_TILE)
+      choose(x, t, std::min<int64_t>(MAX_TILE, T - t), base, twice + t / MAX_TILE * (1 + x.blocks));
   }
 
   // Returns the blocks where a row has 16 bits, of the rows from `row` that are computed together.
@@ -139,6 +131,28 @@ struct Choice {
 
  private:
   static float square(float x) { return x * x; }
+
+  // Chooses for `rows` rows from `row`, and lists the blocks.
+  void choose(const Activations& x, int64_t row, int64_t rows, int base, int32_t* list) {
+    float squares[MAX_TILE] = {};
+    for (int64_t b = 0; b < x.blocks; b++)
+      for (int64_t t = 0; t < rows; t++) squares[t] += square(x.scales[b * x.rows + row + t]);
+    list[0] = 0;
+    for (int64_t b = 0; b < x.blocks; b++) {
+      bool any = false;
+      for (int64_t t = 0; t < rows; t++) {
+        const int64_t at = b * x.rows + row + t;
+        const float scale = x.scales[at];
+        const bool large = square(scale) * float(x.blocks) > 2.0f * squares[t];
+        const float rest = large ? scale / 254.0f : 0.0f;
+        rest_scales[at] = rest;
+        terms[at] = {scale, scale * float(x.sums[at]) + rest * float(x.rest_sums[at]),
+                     int32_t(-uint32_t(base) * uint32_t(x.sums[at]))};
+        any |= rest != 0;
+      }
+      if (any) list[++list[0]] = int32_t(b);
+    }
+  }
 };
 
 }  // namespace

@@ -38,6 +38,7 @@ inline VF load(const float* p) {
 }
 inline void store(float* p, VF v) { std::memcpy(p, &v, sizeof v); }
 inline VF splat(float x) { return x - VF{}; }
+inline VI splat(int32_t x) { return x + VI{}; }
 inline VF to_float(VI v) { return __builtin_convertvector(v, VF); }
 
 // One rounding in every path: a compiler's choice of fusion may differ between two copies.
