@@ -20,7 +20,6 @@
 
 namespace {
 
-constexpr int MAX_ROWS = 32;  // rows that go through the blocks together
 constexpr int KEYS = 64;      // keys of one block of attention
 constexpr int MAX_HEAD_DIM = 256;
 constexpr int WIDE = 4;                // vectors of keys, or of columns of values, at once

@@ -152,25 +152,24 @@ template <int R, int BITS, bool SINGLE>
     for (int p = 0; p < P; p++) store(y + r * COLUMNS + p * W, acc[r][p]);
 }
 
-// Adds the products of rounding errors to y, in few blocks and few of their rows.
+// Adds the products of rounding errors to y, in few blocks of few of the MAX_ROWS rows from `row`.
 template <int BITS>
 [[gnu::noinline]] void add_rest(const Weight& w, const uint8_t* block, int part,
-                                const Activations& x, const Choice& choice, int64_t row,
-                                int64_t rows, float* y) {
-  for (const int32_t b : choice.twice_of(row, x)) {
+                                const Choice& choice, int64_t row, float* y) {
+  constexpr int TOGETHER = 4;
+  for (const auto [b, begin, end] : choice.rests_of(row)) {
     const auto [scale, offset] = w.parameters<BITS>(block, b / w.h.group_blocks, part);
-    for (int64_t at = b * x.rows + row, end = at + rows; at < end; at++) {
-      const float rest_scale = choice.rest_scales[at];
-      if (rest_scale == 0.0f) continue;  // NaN continues
-      float* out = y + (at + rows - end) * COLUMNS;
-      const Term term = {rest_scale, 0, int32_t(-uint32_t(w.base) * uint32_t(x.rest_sums[at]))};
-      const auto take = [&](int, int p, VI total) {
-        const VF value = to_float(total) * splat(rest_scale);
-        store(out + p * W, fma(scale[p], value, load(out + p * W)));
-      };
-      block_products<1, BITS>(block + part * 4 * W + b * STEP<BITS>, x.rest + at * BLOCK, &term,
-                              w.base != 0, take);
-    }
+    for (int64_t i = begin; i < end; i += TOGETHER)
+      with_count<TOGETHER>(std::min<int64_t>(TOGETHER, end - i), [&](auto R) {
+        const Term* terms = choice.rest_terms + i;
+        const auto take = [&](int r, int p, VI total) __attribute__((always_inline)) {
+          float* out = y + choice.rest_rows[i + r] * COLUMNS + p * W;
+          const VF value = to_float(total) * splat(terms[r].scale);
+          store(out, fma(scale[p], value, load(out)));
+        };
+        block_products<R, BITS>(block + part * 4 * W + b * STEP<BITS>, choice.rest + i * BLOCK,
+                                terms, w.base != 0, take);
+      });
   }
 }
 
@@ -179,16 +178,19 @@ inline void tiles(const Weight& w, const uint8_t* block, const Activations& x, c
                   int64_t row, int64_t rows, float* y) {
   const bool single = w.h.group_blocks == 1;
   for (int part = 0; part < COLUMNS / W; part += PARTS<BITS>) {
-    float* out = y + part * W;
-    with_count<MAX_TILE>(rows, [&](auto R) {
-      single ? tile<R, BITS, true>(w, block, part, x, choice, row, out)
-             : tile<R, BITS, false>(w, block, part, x, choice, row, out);
-    });
-    add_rest<BITS>(w, block, part, x, choice, row, rows, out);
+    for (int64_t r = 0; r < rows; r += MAX_TILE) {
+      float* out = y + r * COLUMNS + part * W;
+      with_count<MAX_TILE>(std::min<int64_t>(MAX_TILE, rows - r), [&](auto R) {
+        single ? tile<R, BITS, true>(w, block, part, x, choice, row + r, out)
+               : tile<R, BITS, false>(w, block, part, x, choice, row + r, out);
+      });
+    }
+    add_rest<BITS>(w, block, part, choice, row, y + part * W);
   }
 }
 
-// Multiplies rows `row` .. `row + rows - 1` (at most 8) by 16 outputs: y [rows, 16], with bias.
+// Multiplies rows `row` .. `row + rows - 1`, at most MAX_ROWS from a multiple of it, by 16 outputs:
+// y [rows, 16], with bias.
 inline void product(const Weight& w, int64_t column_block, const Activations& x,
                     const Choice& choice, int64_t row, int64_t rows, float* y) {
   const uint8_t* block = w.data + column_block * w.h.stride;
@@ -207,11 +209,11 @@ inline void product(const Weight& w, int64_t column_block, const Activations& x,
 void products(const Worker& me, const Weight& w, const Activations& x, uint8_t* scratch, int64_t T,
               float* y, int64_t ldy, bool add) {
   const Choice choice(scratch, x, T, w.base);
-  alignas(64) float part[MAX_TILE * COLUMNS];
+  alignas(64) float part[MAX_ROWS * COLUMNS];
   const auto multiply = [&](int64_t block) {
     const int64_t first = block * COLUMNS, n = std::min<int64_t>(COLUMNS, w.h.N - first);
-    for (int64_t row = 0; row < T; row += MAX_TILE) {
-      const int64_t rows = std::min<int64_t>(MAX_TILE, T - row);
+    for (int64_t row = 0; row < T; row += MAX_ROWS) {
+      const int64_t rows = std::min<int64_t>(MAX_ROWS, T - row);
       product(w, block, x, choice, row, rows, part);
       for (int64_t r = 0; r < rows; r++) {
         float* out = y + (row + r) * ldy + first;

@@ -21,25 +21,22 @@
 
 namespace {
 
-// Computes columns `32 * block` .. of silu(gate) * up for `T` rows, rounded to the next product's
-// input format. The outputs of `w` are those of gate, then those of up.
+// Computes columns `32 * block` .. of silu(gate) * up for `T` rows, at most MAX_ROWS, rounded to the next
+// product's input format. The outputs of `w` are those of gate, then those of up.
 inline void gated(const Weight& w, int64_t block, const Activations& x, const Choice& choice,
                   int64_t T, Activations hidden) {
-  alignas(64) float gate[2][MAX_TILE * COLUMNS], up[2][MAX_TILE * COLUMNS], result[BLOCK];
-  for (int64_t first = 0; first < T; first += MAX_TILE) {
-    const int64_t rows = std::min<int64_t>(MAX_TILE, T - first);
-    for (int i = 0; i < 2; i++) {
-      product(w, 2 * block + i, x, choice, first, rows, gate[i]);
-      product(w, w.column_blocks / 2 + 2 * block + i, x, choice, first, rows, up[i]);
+  alignas(64) float gate[2][MAX_ROWS * COLUMNS], up[2][MAX_ROWS * COLUMNS], result[BLOCK];
+  for (int i = 0; i < 2; i++) {
+    product(w, 2 * block + i, x, choice, 0, T, gate[i]);
+    product(w, w.column_blocks / 2 + 2 * block + i, x, choice, 0, T, up[i]);
+  }
+  for (int64_t r = 0; r < T; r++) {
+    for (int i = 0; i < BLOCK; i += W) {
+      const int at = r * COLUMNS + i % COLUMNS;
+      const VF a = load(gate[i / COLUMNS] + at);
+      store(result + i, a / (exp_of(-a) + 1.0f) * load(up[i / COLUMNS] + at));
     }
-    for (int64_t r = 0; r < rows; r++) {
-      for (int i = 0; i < BLOCK; i += W) {
-        const int at = r * COLUMNS + i % COLUMNS;
-        const VF a = load(gate[i / COLUMNS] + at);
-        store(result + i, a / (exp_of(-a) + 1.0f) * load(up[i / COLUMNS] + at));
-      }
-      hidden.quantize(first + r, block, result);
-    }
+    hidden.quantize(r, block, result);
   }
 }
 
@@ -223,21 +220,18 @@ class Mixture {
 
   // Adds this worker's columns of the experts' results to x [T, D].
   void add(const Worker& me, float* x) const {
-    alignas(64) float result[MAX_TILE * COLUMNS];
+    alignas(64) float result[MAX_ROWS * COLUMNS];
     const auto [begin, end] = me.share(D_ / COLUMNS);
     for (const Part* part = parts_; part < parts_ + n_parts_; part++) {
       const Weight w = down(*part);
       const Activations hidden = hidden_of(*part);
       const Choice choice(choice_, hidden, part->n, w.base);
       for (int64_t block = begin; block < end; block++) {
-        for (int64_t first = 0; first < part->n; first += MAX_TILE) {
-          const int64_t rows = std::min<int64_t>(MAX_TILE, part->n - first);
-          product(w, block, hidden, choice, first, rows, result);
-          for (int64_t r = 0; r < rows; r++) {
-            const int64_t slot = part->first + first + r;
-            float* out = x + row_[slot] * D_ + block * COLUMNS;
-            for (int i = 0; i < COLUMNS; i++) out[i] += weight_[slot] * result[r * COLUMNS + i];
-          }
+        product(w, block, hidden, choice, 0, part->n, result);
+        for (int64_t r = 0; r < part->n; r++) {
+          const int64_t slot = part->first + r;
+          float* out = x + row_[slot] * D_ + block * COLUMNS;
+          for (int i = 0; i < COLUMNS; i++) out[i] += weight_[slot] * result[r * COLUMNS + i];
         }
       }
     }

@@ -14,8 +14,9 @@
 
 namespace {
 
-constexpr int BLOCK = 32;    // inputs that share one scale of the activations
-constexpr int MAX_TILE = 8;  // rows that share one unpacking
+constexpr int BLOCK = 32;     // inputs that share one scale of the activations
+constexpr int MAX_TILE = 8;   // rows that share one unpacking
+constexpr int MAX_ROWS = 32;  // rows of a pass, or of a part of one, that share reading of weights
 
 // Rows of activations in 8 bits, stored by block, so that the rows of a block are adjacent; and
 // their rounding errors in 8 bits, at a 254th of the scale. `Choice` selects where the errors
@@ -101,57 +102,77 @@ struct Term {
   int32_t start;  // first value of the integer sum: corrects for the base of stored weights
 };
 
-// Blocks where a row counts with 16 bits: those with much larger values than its other blocks,
-// whose rounding would be most of a product's error. They are a tenth of all blocks, and leave a
-// quarter of the error. Each worker has its own instance.
+// Terms of all blocks, and the rounding errors of blocks where a row counts with 16 bits: those
+// with much larger values than its other blocks, whose rounding would be most of a product's error.
+// They are a tenth of all blocks, fewer than half of a row's, and leave a quarter of the error.
+// Each worker has its own instance.
 struct Choice {
-  Term* terms;         // [blocks, T]
-  float* rest_scales;  // [blocks, T]: 0 where 8 bits do
-  int32_t* twice;      // [tiles of 8 rows, 1 + blocks]: number, blocks where a row has 16
+  Term* terms;  // [blocks, T]
+
+  // The rounding errors of one block: those from `begin` to `end` of the arrays below.
+  struct Rests {
+    int32_t block, begin, end;
+  };
+  int8_t* rest;  // [n, 32]
+  Term* rest_terms;
+  int32_t* rest_rows;  // counted from the first of the MAX_ROWS rows that were asked for
 
   static size_t bytes(int64_t rows, int64_t K) {
-    return size_t(rows + 8) * (Activations::blocks_of(K) + 1) * 17 + 64;
+    const int64_t blocks = Activations::blocks_of(K), parts = (rows - 1) / MAX_ROWS + 1;
+    const int64_t n = rows * blocks;
+    return n * sizeof(Term) + n / 2 * (BLOCK + sizeof(Term) + 4) +
+           parts * (blocks * sizeof(Rests) + 4) + 64;
   }
 
   // `base` is subtracted from the stored values of the weights.
-  Choice(uint8_t* memory, const Activations& x, int64_t T, int base) {
+  Choice(uint8_t* memory, const Activations& x, int64_t T, int base) : blocks_(x.blocks) {
     const int64_t n = x.rows * x.blocks;
     terms = (Term*)memory;
-    rest_scales = (float*)(terms + n);
-    twice = (int32_t*)(rest_scales + n);
-    for (int64_t t = 0; t < T; t += MAX_TILE)
-      choose(x, t, std::min<int64_t>(MAX_TILE, T - t), base, twice + t / MAX_TILE * (1 + x.blocks));
+    rest_terms = terms + n;
+    rest_rows = (int32_t*)(rest_terms + n / 2);
+    ends_ = rest_rows + n / 2;
+    groups_ = (Rests*)(ends_ + (T - 1) / MAX_ROWS + 1);
+    rest = (int8_t*)(groups_ + ((T - 1) / MAX_ROWS + 1) * blocks_);
+    for (int64_t row = 0; row < T; row += MAX_ROWS)
+      choose(x, row, std::min<int64_t>(MAX_ROWS, T - row), base);
   }
 
-  // Returns the blocks where a row has 16 bits, of the rows from `row` that are computed together.
-  std::span<const int32_t> twice_of(int64_t row, const Activations& x) const {
-    const int32_t* list = twice + row / MAX_TILE * (1 + x.blocks);
-    return {list + 1, size_t(list[0])};
+  // Returns the blocks with rounding errors of the MAX_ROWS rows from `row`.
+  std::span<const Rests> rests_of(int64_t row) const {
+    const int64_t part = row / MAX_ROWS, begin = part ? ends_[part - 1] : 0;
+    return {groups_ + begin, size_t(ends_[part] - begin)};
   }
 
  private:
+  int64_t blocks_;
+  int32_t* ends_;  // [T / MAX_ROWS]: where the groups of a part end
+  Rests* groups_;
+  int32_t n_groups_ = 0, n_rests_ = 0;
+
   static float square(float x) { return x * x; }
 
-  // Chooses for `rows` rows from `row`, and lists the blocks.
-  void choose(const Activations& x, int64_t row, int64_t rows, int base, int32_t* list) {
-    float squares[MAX_TILE] = {};
-    for (int64_t b = 0; b < x.blocks; b++)
+  // Chooses for `rows` rows from `row`.
+  void choose(const Activations& x, int64_t row, int64_t rows, int base) {
+    const auto start = [&](int32_t sum) { return int32_t(-uint32_t(base) * uint32_t(sum)); };
+    float squares[MAX_ROWS] = {};
+    for (int64_t b = 0; b < blocks_; b++)
       for (int64_t t = 0; t < rows; t++) squares[t] += square(x.scales[b * x.rows + row + t]);
-    list[0] = 0;
-    for (int64_t b = 0; b < x.blocks; b++) {
-      bool any = false;
+    for (int64_t b = 0; b < blocks_; b++) {
+      const int32_t begin = n_rests_;
       for (int64_t t = 0; t < rows; t++) {
         const int64_t at = b * x.rows + row + t;
         const float scale = x.scales[at];
-        const bool large = square(scale) * float(x.blocks) > 2.0f * squares[t];
-        const float rest = large ? scale / 254.0f : 0.0f;
-        rest_scales[at] = rest;
-        terms[at] = {scale, scale * float(x.sums[at]) + rest * float(x.rest_sums[at]),
-                     int32_t(-uint32_t(base) * uint32_t(x.sums[at]))};
-        any |= rest != 0;
+        terms[at] = {scale, scale * float(x.sums[at]), start(x.sums[at])};
+        if (!(square(scale) * float(blocks_) > 2.0f * squares[t])) continue;
+        const float rest_scale = scale / 254.0f;
+        terms[at].offset += rest_scale * float(x.rest_sums[at]);
+        std::memcpy(rest + n_rests_ * BLOCK, x.rest + at * BLOCK, BLOCK);
+        rest_terms[n_rests_] = {rest_scale, 0, start(x.rest_sums[at])};
+        rest_rows[n_rests_++] = int32_t(t);
       }
-      if (any) list[++list[0]] = int32_t(b);
+      if (n_rests_ > begin) groups_[n_groups_++] = {int32_t(b), begin, n_rests_};
     }
+    ends_[row / MAX_ROWS] = n_groups_;
   }
 };
 
