@@ -325,10 +325,13 @@ class Mixture {
         const int64_t from = b * normed_.rows + row_[part.first + i], to = b * part.n + i;
         std::memcpy(x.q + to * BLOCK, normed_.q + from * BLOCK, BLOCK);
         std::memcpy(x.rest + to * BLOCK, normed_.rest + from * BLOCK, BLOCK);
-        x.scales[to] = normed_.scales[from];
-        x.sums[to] = normed_.sums[from];
-        x.rest_sums[to] = normed_.rest_sums[from];
       }
+    for (int64_t i = 0; i < part.n; i++) {
+      const int64_t from = row_[part.first + i] * x.blocks, to = i * x.blocks;
+      std::copy_n(normed_.scales + from, x.blocks, x.scales + to);
+      std::copy_n(normed_.sums + from, x.blocks, x.sums + to);
+      std::copy_n(normed_.rest_sums + from, x.blocks, x.rest_sums + to);
+    }
     return x;
   }
 };

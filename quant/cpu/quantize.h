@@ -22,9 +22,9 @@ constexpr int MAX_ROWS = 32;  // rows of a pass, or of a part of one, that share
 // their rounding errors in 8 bits, at a 254th of the scale. `Choice` selects where the errors
 // count.
 struct Activations {
-  int8_t *q, *rest;  // [blocks, T, 32]
-  float* scales;
-  int32_t *sums, *rest_sums;
+  int8_t *q, *rest;           // [blocks, T, 32]
+  float* scales;              // [T, blocks]: threads that share the rows write to different lines
+  int32_t *sums, *rest_sums;  // [T, blocks]
   int64_t blocks, rows;
 
   static int64_t blocks_of(int64_t K) { return (K + BLOCK - 1) / BLOCK; }
@@ -67,9 +67,10 @@ struct Activations {
       put_bytes(q + at * BLOCK + i * W, first);
       put_bytes(rest + at * BLOCK + i * W, second);
     }
-    scales[at] = scale + sum(bad);
-    sums[at] = int32_t(sum(total));
-    rest_sums[at] = int32_t(sum(rest_total));
+    const int64_t of_row = row * blocks + block;
+    scales[of_row] = scale + sum(bad);
+    sums[of_row] = int32_t(sum(total));
+    rest_sums[of_row] = int32_t(sum(rest_total));
   }
 
   void quantize_row(int64_t row, const float* x, int64_t K) {
@@ -155,19 +156,19 @@ struct Choice {
   void choose(const Activations& x, int64_t row, int64_t rows, int base) {
     const auto start = [&](int32_t sum) { return int32_t(-uint32_t(base) * uint32_t(sum)); };
     float squares[MAX_ROWS] = {};
-    for (int64_t b = 0; b < blocks_; b++)
-      for (int64_t t = 0; t < rows; t++) squares[t] += square(x.scales[b * x.rows + row + t]);
+    for (int64_t t = 0; t < rows; t++)
+      for (int64_t b = 0; b < blocks_; b++) squares[t] += square(x.scales[(row + t) * blocks_ + b]);
     for (int64_t b = 0; b < blocks_; b++) {
       const int32_t begin = n_rests_;
       for (int64_t t = 0; t < rows; t++) {
-        const int64_t at = b * x.rows + row + t;
-        const float scale = x.scales[at];
-        terms[at] = {scale, scale * float(x.sums[at]), start(x.sums[at])};
+        const int64_t at = b * x.rows + row + t, of_row = (row + t) * blocks_ + b;
+        const float scale = x.scales[of_row];
+        terms[at] = {scale, scale * float(x.sums[of_row]), start(x.sums[of_row])};
         if (!(square(scale) * float(blocks_) > 2.0f * squares[t])) continue;
         const float rest_scale = scale / 254.0f;
-        terms[at].offset += rest_scale * float(x.rest_sums[at]);
+        terms[at].offset += rest_scale * float(x.rest_sums[of_row]);
         std::memcpy(rest + n_rests_ * BLOCK, x.rest + at * BLOCK, BLOCK);
-        rest_terms[n_rests_] = {rest_scale, 0, start(x.rest_sums[at])};
+        rest_terms[n_rests_] = {rest_scale, 0, start(x.rest_sums[of_row])};
         rest_rows[n_rests_++] = int32_t(t);
       }
       if (n_rests_ > begin) groups_[n_groups_++] = {int32_t(b), begin, n_rests_};
