@@ -152,12 +152,23 @@ struct Choice {
 
   static float square(float x) { return x * x; }
 
+  // Returns the sum of squares of all blocks, by eight sums on every path.
+  float squares_of(const float* scales) const {
+    float sums[8] = {};
+    int64_t b = 0;
+    for (; b + 8 <= blocks_; b += 8)
+      for (int i = 0; i < 8; i++) sums[i] += square(scales[b + i]);
+    for (; b < blocks_; b++) sums[b % 8] += square(scales[b]);
+    for (int half = 4; half > 0; half /= 2)
+      for (int i = 0; i < half; i++) sums[i] += sums[i + half];
+    return sums[0];
+  }
+
   // Chooses for `rows` rows from `row`.
   void choose(const Activations& x, int64_t row, int64_t rows, int base) {
     const auto start = [&](int32_t sum) { return int32_t(-uint32_t(base) * uint32_t(sum)); };
-    float squares[MAX_ROWS] = {};
-    for (int64_t t = 0; t < rows; t++)
-      for (int64_t b = 0; b < blocks_; b++) squares[t] += square(x.scales[(row + t) * blocks_ + b]);
+    float squares[MAX_ROWS];
+    for (int64_t t = 0; t < rows; t++) squares[t] = squares_of(x.scales + (row + t) * blocks_);
     for (int64_t b = 0; b < blocks_; b++) {
       const int32_t begin = n_rests_;
       for (int64_t t = 0; t < rows; t++) {

@@ -140,7 +140,7 @@ class Team {
 #endif
   }
 
-  struct alignas(64) Taken {
+  struct alignas(128) Taken {  // CPUs fetch lines in pairs
     std::atomic<int64_t> count{0};
   };
 
