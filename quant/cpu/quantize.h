@@ -178,7 +178,7 @@ struct Choice {
         if (!(square(scale) * float(blocks_) > 2.0f * squares[t])) continue;
         const float rest_scale = scale / 254.0f;
         terms[at].offset += rest_scale * float(x.rest_sums[of_row]);
-        std::memcpy(rest + n_rests_ * BLOCK, x.rest + at * BLOCK, BLOCK);
+        std::memcpy(rest + int64_t(n_rests_) * BLOCK, x.rest + at * BLOCK, BLOCK);
         rest_terms[n_rests_] = {rest_scale, 0, start(x.rest_sums[of_row])};
         rest_rows[n_rests_++] = int32_t(t);
       }
