@@ -70,7 +70,7 @@ def test_products_and_rows_are_those_of_the_weight(ops, kind, group, K, N):
     memory, dense = pack(weight), weight.dequantize()
     assert torch.allclose(ops.rows(memory, torch.arange(N), K), dense, rtol=1e-6, atol=1e-7)
     x = rows_of(33, K)
-    x[::2, 32:64] *= 8  # 17 rows whose values of one block are rounded to 16 bits, if there are more
+    x[::2, 32:64] *= 8  # 17 rows with 16 bits in one block, if there are others
     x[1::4, :32] *= 8
     exact = rounded_activations(x) @ dense.double().T
     y = ops.linear(x, memory, None, N)
