@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import zlib
@@ -13,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from fasteagle.config_fields import Fields
-from fasteagle.errors import FasteagleError, first_line
-from fasteagle.loading.gguf_index import read_index
+from fasteagle.errors import FasteagleError
+from fasteagle.loading.gguf_tokenizer import converted_gguf, reason_of, transformers_library
 from fasteagle.loading.tensors import read_json
-from fasteagle.paths import atomic_dir, cache_dir
 
 Message = Mapping[str, Any]  # {"role": "system" | "user" | "assistant", "content": text}
 
@@ -24,18 +22,6 @@ Message = Mapping[str, Any]  # {"role": "system" | "user" | "assistant", "conten
 # reserves it for use inside a program.
 LITERAL = "\ufdd0"
 MOST_JOINED = 4  # characters that a normalizer makes one of, as NFC does
-CONVERSION = 2  # version of converted GGUF tokenizers: a new number converts them again
-# GGUF names the splitting rule of a byte-level BPE instead of storing it.
-_DIGITS = "digits"
-_PRE_TOKENIZERS = {
-    "default": None,
-    "gpt-2": None,
-    "smollm": _DIGITS,
-    "llama-bpe": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    "qwen2": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-}
 
 
 class ChatTokenizer:
@@ -310,9 +296,9 @@ def load_tokenizer(path: Path, template: str | None = None) -> ChatTokenizer:
     from huggingface_hub.errors import StrictDataclassError  # as slow as transformers
 
     is_gguf = path.is_file()
-    folder = _converted_gguf(path) if is_gguf else path
+    folder = converted_gguf(path) if is_gguf else path
     try:
-        transformers = _transformers()
+        transformers = transformers_library()
         # What was converted is always of one class; to look for it takes over a second.
         kind = transformers.PreTrainedTokenizerFast if is_gguf else transformers.AutoTokenizer
         backend = kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -320,22 +306,8 @@ def load_tokenizer(path: Path, template: str | None = None) -> ChatTokenizer:
     except StrictDataclassError as error:  # of a field that only transformers reads
         raise FasteagleError(f"{folder / 'config.json'}: {error.__cause__ or error}") from error
     except Exception as error:  # transformers raises OSError, ValueError, ImportError, KeyError
-        raise FasteagleError(f"{path}: no usable tokenizer ({_reason(error)})") from error
+        raise FasteagleError(f"{path}: no usable tokenizer ({reason_of(error)})") from error
     return ChatTokenizer(backend, _eos_ids(folder, backend), template)
-
-
-def _transformers() -> Any:
-    import transformers  # takes a second: only once a tokenizer is asked for
-
-    transformers.logging.set_verbosity_error()
-    return transformers
-
-
-def _reason(error: Exception) -> str:
-    """Return why transformers cannot load a tokenizer, for example code that we never run."""
-    if "custom code" in str(error):
-        return "its files want Python code of their own to be run (auto_map), which is never done"
-    return first_line(error)
 
 
 def _eos_ids(folder: Path, backend: Any) -> frozenset[int]:
@@ -354,58 +326,3 @@ def _eos_ids(folder: Path, backend: Any) -> frozenset[int]:
     vocabulary = backend.get_added_vocab()
     ids.update(vocabulary[t] for t in ("<|im_end|>", "<|eot_id|>") if t in vocabulary)
     return frozenset(ids)
-
-
-def _converted_gguf(path: Path) -> Path:
-    """Return the folder with a GGUF file's tokenizer, converted once (it takes seconds)."""
-    folder = cache_dir() / "tokenizers" / _file_key(path)
-    if folder.exists():
-        return folder
-    try:
-        backend = _transformers().AutoTokenizer.from_pretrained(
-            path.parent, gguf_file=path.name, local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:
-        reason = _reason(error)
-        raise FasteagleError(f"{path}: its tokenizer cannot be converted ({reason})") from error
-    _set_pre_tokenizer(backend, path)
-    with atomic_dir(folder, shared=True) as temporary:
-        backend.save_pretrained(temporary)
-    return folder
-
-
-def _file_key(path: Path) -> str:
-    """Return the cache key of a large local file, from its path, size and modification time."""
-    stat = path.stat()
-    text = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{CONVERSION}"
-    return hashlib.sha256(text.encode()).hexdigest()[:24]
-
-
-def _set_pre_tokenizer(backend: Any, path: Path) -> None:
-    """Install the splitting rule that the file names; transformers always uses GPT-2's."""
-    # For GGUF files only.
-    from tokenizers import Regex
-    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
-
-    fields = read_index(path).fields
-    if fields.get("tokenizer.ggml.model") != "gpt2":
-        return
-    name = fields.get("tokenizer.ggml.pre", "default")
-    if name not in _PRE_TOKENIZERS:
-        raise FasteagleError(
-            f"{path}: GGUF pre-tokenizer {name!r} is not supported "
-            f"({', '.join(_PRE_TOKENIZERS)} are): use the model's Hugging Face folder"
-        )
-    rule = _PRE_TOKENIZERS[name]
-    if rule is None:
-        return
-    if rule is _DIGITS:
-        steps = [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
-    else:
-        steps = [
-            Split(Regex(rule), behavior="isolated"),
-            ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    backend.backend_tokenizer.pre_tokenizer = Sequence(steps)
-    if name == "llama-bpe":  # a word that is a token is that token, also where no merge makes it
-        backend.backend_tokenizer.model.ignore_merges = True

@@ -16,7 +16,8 @@ from gguf import GGUFWriter
 from fasteagle.cli.main import main
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.entries import VICUNA_TEMPLATE
-from fasteagle.loading.tokenizer import ChatTokenizer, _set_pre_tokenizer, load_tokenizer
+from fasteagle.loading.gguf_tokenizer import set_pre_tokenizer
+from fasteagle.loading.tokenizer import ChatTokenizer, load_tokenizer
 from gguf_files import finish
 from helpers import THINKING_TEMPLATE, TINY_VOCAB, edit_json
 
@@ -187,7 +188,7 @@ def test_a_word_that_is_a_token_needs_no_merge(tmp_path):
         words = {c: i for i, c in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), "cde"])}
         made = Tokenizer(models.BPE(words, []))
         backend = PreTrainedTokenizerFast(tokenizer_object=made)
-        _set_pre_tokenizer(backend, path)
+        set_pre_tokenizer(backend, path)
         assert len(backend.encode("cde", add_special_tokens=False)) == n
 
 
@@ -225,7 +226,7 @@ def test_gguf_template_special_tokens_and_cache(tmp_path, monkeypatch):
     assert len(tokenizer.encode(text)) == 3
     assert len(tokenizer.eos_ids) == 1
     monkeypatch.setattr(
-        "fasteagle.loading.tokenizer._set_pre_tokenizer", lambda *a: pytest.fail("again")
+        "fasteagle.loading.gguf_tokenizer.set_pre_tokenizer", lambda *a: pytest.fail("again")
     )
     assert load_tokenizer(path).encode(text) == tokenizer.encode(text)
 
