@@ -393,12 +393,5 @@ def open_llm(
     begin_policy(engine)
     if model == DEFAULT_MODEL:
         notify(f"{model} is a small model for trying out, and often wrong: see `fasteagle models`")
-    return LLM(
-        runtime.name,
-        engine,
-        runtime.tokenizer,
-        prefix_cache_gb,
-        prefix_cache_on,
-        grammars,
-        parallel,
-    )
+    cache = prefix_cache_gb, prefix_cache_on
+    return LLM(runtime.name, engine, runtime.tokenizer, *cache, grammars, parallel)
