@@ -64,7 +64,6 @@ class Checkout:
         self._folder = folder
         self._process = subprocess.Popen(
             [sys.executable, __file__, *sys.argv[1:], "--serve"],
-            cwd=os.getcwd(),
             env={**os.environ, "PYTHONPATH": str(folder)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

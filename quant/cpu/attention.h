@@ -20,7 +20,7 @@
 
 namespace {
 
-constexpr int KEYS = 64;      // keys of one block of attention
+constexpr int KEYS = 64;  // keys of one block of attention
 constexpr int MAX_HEAD_DIM = 256;
 constexpr int WIDE = 4;                // vectors of keys, or of columns of values, at once
 constexpr int MOST = W == 16 ? 4 : 3;  // queries at once: their sums stay in registers

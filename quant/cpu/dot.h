@@ -30,7 +30,6 @@ inline Bytes low(Bytes v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
 inline Bytes high(Bytes v) {
   return _mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15));
 }
-inline Bytes high_unshifted(Bytes v) { return _mm512_andnot_si512(_mm512_set1_epi8(15), v); }
 inline Bytes spread(const int8_t* quad) { return _mm512_set1_epi32(four(quad)); }
 inline VS pairs(Bytes w, Bytes x) { return (VS)_mm512_maddubs_epi16(w, x); }
 inline VI quads(VS v) { return (VI)_mm512_madd_epi16((Bytes)v, _mm512_set1_epi16(1)); }
@@ -44,7 +43,6 @@ inline Bytes low(Bytes v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
 inline Bytes high(Bytes v) {
   return _mm256_and_si256(_mm256_srli_epi16(v, 4), _mm256_set1_epi8(15));
 }
-inline Bytes high_unshifted(Bytes v) { return _mm256_andnot_si256(_mm256_set1_epi8(15), v); }
 inline Bytes spread(const int8_t* quad) { return _mm256_set1_epi32(four(quad)); }
 inline VS pairs(Bytes w, Bytes x) { return (VS)_mm256_maddubs_epi16(w, x); }
 inline VI quads(VS v) { return (VI)_mm256_madd_epi16((Bytes)v, _mm256_set1_epi16(1)); }
@@ -75,7 +73,7 @@ inline Bytes high(Bytes b) {
 template <bool OWN>
 inline Bytes second_half(const Bytes& v) {
 #if FASTEAGLE_ISA == 4 || FASTEAGLE_ISA == 2
-  if (OWN) return high_unshifted(v);
+  if (OWN) return v ^ low(v);
 #endif
   return high(v);
 }
@@ -102,7 +100,7 @@ struct Dot {
   }
 #elif FASTEAGLE_ISA == 3
   // Pairs of products of 8-bit weights in 16 bits are at most 2 * 128 * 127, if the sign moves to
-  // the activation. For 4-bit weights see `short_products`.
+  // the activation. For 4-bit weights see `block_products`.
   static constexpr int bias = 0;
   __m512i a;
   void begin(int32_t start) { a = (__m512i)splat(start); }

@@ -21,8 +21,8 @@
 
 namespace {
 
-// Computes columns `32 * block` .. of silu(gate) * up for `T` rows, at most MAX_ROWS, rounded to the next
-// product's input format. The outputs of `w` are those of gate, then those of up.
+// Computes columns `32 * block` .. of silu(gate) * up for `T` rows, at most MAX_ROWS, rounded to the
+// next product's input format. The outputs of `w` are those of gate, then those of up.
 inline void gated(const Weight& w, int64_t block, const Activations& x, const Choice& choice,
                   int64_t T, Activations hidden) {
   alignas(64) float gate[2][MAX_ROWS * COLUMNS], up[2][MAX_ROWS * COLUMNS], result[BLOCK];

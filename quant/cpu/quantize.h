@@ -119,10 +119,9 @@ struct Choice {
   int32_t* rest_rows;  // counted from the first of the MAX_ROWS rows that were asked for
 
   static size_t bytes(int64_t rows, int64_t K) {
-    const int64_t blocks = Activations::blocks_of(K), parts = (rows - 1) / MAX_ROWS + 1;
-    const int64_t n = rows * blocks;
+    const int64_t blocks = Activations::blocks_of(K), n = rows * blocks;
     return n * sizeof(Term) + n / 2 * (BLOCK + sizeof(Term) + 4) +
-           parts * (blocks * sizeof(Rests) + 4) + 64;
+           parts_of(rows) * (blocks * sizeof(Rests) + 4) + 64;
   }
 
   // `base` is subtracted from the stored values of the weights.
@@ -132,8 +131,8 @@ struct Choice {
     rest_terms = terms + n;
     rest_rows = (int32_t*)(rest_terms + n / 2);
     ends_ = rest_rows + n / 2;
-    groups_ = (Rests*)(ends_ + (T - 1) / MAX_ROWS + 1);
-    rest = (int8_t*)(groups_ + ((T - 1) / MAX_ROWS + 1) * blocks_);
+    groups_ = (Rests*)(ends_ + parts_of(T));
+    rest = (int8_t*)(groups_ + parts_of(T) * blocks_);
     for (int64_t row = 0; row < T; row += MAX_ROWS)
       choose(x, row, std::min<int64_t>(MAX_ROWS, T - row), base);
   }
@@ -146,10 +145,11 @@ struct Choice {
 
  private:
   int64_t blocks_;
-  int32_t* ends_;  // [T / MAX_ROWS]: where the groups of a part end
+  int32_t* ends_;  // [parts]: where the groups of a part of MAX_ROWS rows end
   Rests* groups_;
   int32_t n_groups_ = 0, n_rests_ = 0;
 
+  static int64_t parts_of(int64_t rows) { return (rows + MAX_ROWS - 1) / MAX_ROWS; }
   static float square(float x) { return x * x; }
 
   // Returns the sum of squares of all blocks, by eight sums on every path.
