@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from typing import Literal, NamedTuple, Unpack, overload
 
@@ -17,6 +17,7 @@ from fasteagle.answering.keywords import (
     check_extras,
     check_text,
     checked_ids,
+    checked_name,
     listed,
     read_keywords,
 )
@@ -345,22 +346,17 @@ def load(
     check_text("precision", precision)
     check_precision(precision)
     runtime = RuntimeOptions(device=device, max_seq_len=max_seq_len, threads=threads)
-    tree_file = None if tree == "auto" else str(Path(_name("tree", tree)))
-    head = None if head is None else _name("head", head)
+    tree_file = None if tree == "auto" else str(Path(checked_name("tree", tree)))
+    head = None if head is None else checked_name("head", head)
     if head is not None and drafter in ("none", "ngram"):
         raise FasteagleError(f"head has no meaning with drafter {shown(drafter)}: drop one")
     draft = DraftOptions(drafter=drafter, head=head, tree_file=tree_file)
-    llm = open_llm(_name("model", model), runtime.at(precision), draft, notify, prefix_cache_gb)
+    llm = open_llm(
+        checked_name("model", model), runtime.at(precision), draft, notify, prefix_cache_gb
+    )
     if compile and compile_now(llm.engine):
         tune_now(llm.engine, notify, compiled=True)
     return llm
-
-
-def _name(what: str, value: str | PathLike[str]) -> str:
-    """Return a name or a path as text; raise `FasteagleError` if `value` is neither."""
-    if not isinstance(value, str | PathLike):
-        raise FasteagleError(f"{what} {shown(value)} is no name and no path")
-    return fspath(value)
 
 
 def open_llm(
@@ -393,5 +389,12 @@ def open_llm(
     begin_policy(engine)
     if model == DEFAULT_MODEL:
         notify(f"{model} is a small model for trying out, and often wrong: see `fasteagle models`")
-    cache = prefix_cache_gb, prefix_cache_on
-    return LLM(runtime.name, engine, runtime.tokenizer, *cache, grammars, parallel)
+    return LLM(
+        runtime.name,
+        engine,
+        runtime.tokenizer,
+        prefix_cache_gb,
+        prefix_cache_on,
+        grammars,
+        parallel,
+    )

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
+from os import PathLike, fspath
 from typing import Any, NamedTuple, TypedDict, TypeVar
 
 from fasteagle.errors import FasteagleError, shown
@@ -136,6 +137,13 @@ def check_text(name: str, text: object) -> None:
     except UnicodeEncodeError as error:
         half = text[error.start]
         raise FasteagleError(f"{name} holds {half!r}, half of a character: not UTF-8") from error
+
+
+def checked_name(name: str, value: str | PathLike[str]) -> str:
+    """Return a name or a path as text; raise `FasteagleError` if `value` is neither."""
+    if not isinstance(value, str | PathLike):
+        raise FasteagleError(f"{name} {shown(value)} is no name and no path")
+    return fspath(value)
 
 
 def _grammar_spec(keywords: dict[str, Any]) -> GrammarSpec | None:
