@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fasteagle.prompts import read_questions
 
-GRAM = 8  # words in a row
+GRAM = 8  # words, or tokens, in a row
 CYCLE_TOKENS = 64  # longest text that counts as said over and over
 REPEATED_TOKENS = 40  # so many in a row, and twice the cycle, all as one cycle before
 
@@ -45,6 +45,10 @@ def _grams(text: str) -> set[tuple[str, ...]]:
 
 def repetition(ids: Sequence[int]) -> int | None:
     """Return where a text begins to repeat a short one at least three times, else None."""
+    starts = range(len(ids) - GRAM + 1)
+    again = len(starts) - len({tuple(ids[at : at + GRAM]) for at in starts})
+    if again <= REPEATED_TOKENS - GRAM:  # each of those in a repetition has been there before
+        return None
     begins = (repeated_from(ids, end) for end in range(len(ids) + 1))
     return next((begin for begin in begins if begin is not None), None)
 

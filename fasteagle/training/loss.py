@@ -17,7 +17,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -198,11 +198,11 @@ def token_losses(logits: Tensor, wanted: Tensor, kind: str) -> tuple[Tensor, Ten
 class TokenLoss(torch.autograd.Function):
     """Mean of `token_losses` of predicted @ own.T for softmax(targets @ rows.T).
 
-    Never holds more than `CHUNK` rows of logits: the gradients are computed in the forward pass,
-    while all are in cache.
+    Never holds more rows of logits than `CHUNKS` says for the device: the gradients are computed in
+    the forward pass, on a CPU while all are in cache.
     """
 
-    CHUNK = 256
+    CHUNKS: ClassVar = {"cpu": 256, "cuda": 8192}
 
     @staticmethod
     def forward(
@@ -222,8 +222,9 @@ class TokenLoss(torch.autograd.Function):
         total = predicted.new_zeros((), dtype=exact)
         gradient = torch.empty_like(predicted, dtype=exact)
         on_rows = None if own is None else torch.zeros_like(own, dtype=exact)
-        for begin in range(0, len(predicted), TokenLoss.CHUNK):
-            part = slice(begin, begin + TokenLoss.CHUNK)
+        chunk = TokenLoss.CHUNKS[predicted.device.type]
+        for begin in range(0, len(predicted), chunk):
+            part = slice(begin, begin + chunk)
             wanted = (targets[part].to(rows.dtype) @ rows.T).to(exact).softmax(-1)
             said = predicted[part].to(rows.dtype)
             losses, on_logits = token_losses((said @ drafting.T).to(exact), wanted, kind)

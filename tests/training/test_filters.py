@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from fasteagle.errors import FasteagleError
-from fasteagle.training.filters import Excluded, ends_in_repetition, repetition
+from fasteagle.training.filters import Excluded, ends_in_repetition, repeated_from, repetition
 from helpers import write_questions
 
 ONE = "Compose an engaging travel blog post about a recent trip to Hawaii"
@@ -62,3 +64,19 @@ def test_every_turn_of_every_file_is_excluded(tmp_path):
 def test_a_text_said_three_times_is_a_repetition(ids, said_again, at_the_end):
     assert repetition(ids) == said_again
     assert ends_in_repetition(ids) is at_the_end
+
+
+def test_a_repetition_is_found_whatever_is_around_it():
+    """`repetition` looks closer only where texts of eight tokens recur often enough."""
+    draw = random.Random(0)
+    found = 0
+    for _ in range(300):
+        cycle = draw.choices(range(10), k=draw.randint(1, 70))
+        said = (cycle * 170)[: draw.randint(0, 170)]
+        before, after = (draw.choices(range(30), k=draw.randint(0, 60)) for _ in range(2))
+        ids = [*before, *said, *after]
+        begins = (repeated_from(ids, end) for end in range(len(ids) + 1))
+        wanted = next((begin for begin in begins if begin is not None), None)
+        assert repetition(ids) == wanted
+        found += wanted is not None
+    assert 50 < found < 250

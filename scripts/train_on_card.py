@@ -1,0 +1,282 @@
+"""Write text by the default model and train draft heads on it, all on one card.
+
+    python scripts/head_prompts.py --seeds seeds.jsonl --count 40000 --seed 101 --out prompts.jsonl
+    python scripts/train_on_card.py --prompts prompts.jsonl --exclude mt_bench.jsonl \
+        --measure-on answers.jsonl --write-seconds 120 --recipes recipes.json --out DIR
+
+A thousand texts are written at a time, every other one to a question that the model makes up
+itself. The target's features of all text stay in the card's memory. RECIPES holds, by name,
+{"seconds": s, "options": {...}} of each draft head, perhaps with "init", the head to begin from;
+options are those of `TrainOptions`. DIR/NAME is the head, measured on --measure-on: greedy answers
+that no training reads. DIR/text.jsonl is the text.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from fasteagle.cli.command import Script
+from fasteagle.cli.options import FILE
+from fasteagle.config_fields import parse_json
+from fasteagle.device import TORCH_DTYPES, pick_device, pick_dtype
+from fasteagle.errors import FasteagleError, note
+from fasteagle.loading.checkpoint import load_model
+from fasteagle.loading.heads.read import load_head
+from fasteagle.loading.heads.write import save_head
+from fasteagle.loading.open import OpenedModel, Runtime, open_model
+from fasteagle.loading.tensors import fingerprint
+from fasteagle.model import Transformer
+from fasteagle.options import DEFAULT_MODEL
+from fasteagle.paths import require_writable, write_atomic
+from fasteagle.prompts import Conversation, expecting, read_conversations
+from fasteagle.training.data import Features, frequent_tokens
+from fasteagle.training.dialogues import Conversations, Conversing, hold
+from fasteagle.training.many_texts import ManyTexts, features_of
+from fasteagle.training.options import DataOptions, TrainOptions
+from fasteagle.training.train import Trainer, head_header, new_head
+
+TEMPERATURES = ("0", "0", "0.8", "1")
+WAITING = 256  # requests ready for slots that become free
+PROBE = 24  # steps that tell how many fit into a recipe's seconds
+NEW_DRAFT_VOCAB = 12288  # of a head that begins from nothing
+EVALUATIONS = 3  # in a run
+
+
+class Enough(Exception):
+    """The steps of a probe are done."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How one draft head is trained; `init` is the head to begin from."""
+
+    name: str
+    options: TrainOptions
+    seconds: float
+    init: Path | None
+
+
+def read_recipes(path: Path, n_layer: int) -> list[Recipe]:
+    """Read the recipes; raise `FasteagleError` for what is none."""
+    recipes = []
+    with expecting('{"NAME": {"seconds": 60, "options": {"lr": 0.001}}}', str(path)):
+        for name, raw in parse_json(path.read_text("utf-8")).items():
+            options = TrainOptions(**raw["options"])
+            options.aux_layers_of(n_layer)
+            init = Path(raw["init"]) if "init" in raw else None
+            recipes.append(Recipe(name, options, float(raw["seconds"]), init))
+    return recipes
+
+
+def write_texts(
+    model: Transformer,
+    opened: OpenedModel,
+    sources: list[Conversations],
+    slots: int,
+    length: int,
+    seconds: float,
+) -> list[Conversation]:
+    """Return the answers that are complete after `seconds`, of all sources in turn."""
+    dropped: Counter[str] = Counter()
+
+    def started() -> Iterator[tuple[int, Conversing]]:
+        for number in itertools.count():
+            source, place = sources[number % len(sources)], number // len(sources)
+            if source.count is None or place < source.count:
+                yield number, source.start(place)
+
+    texts: list[Conversation] = []
+    seen: set[tuple[int, ...]] = set()
+    deadline = time.monotonic() + seconds
+    writer = ManyTexts(model, opened.tokenizer, slots, length)
+    for _, dialogue in hold(started(), writer, slots + WAITING):
+        if dialogue.dropped:
+            dropped[dialogue.dropped] += 1
+        for reply, params in dialogue.answers:
+            ids = reply.prompt + reply.ids
+            if tuple(ids) not in seen:
+                seen.add(tuple(ids))
+                texts.append(Conversation(ids, len(reply.prompt), params.temperature == 0))
+        if time.monotonic() > deadline:
+            break
+    if not texts:
+        raise FasteagleError(f"no text was complete after {seconds:g} s: give more --write-seconds")
+    n_answers = sum(len(c.ids) - c.prompt_len for c in texts)
+    note(f"{len(texts):,} texts, {n_answers:,} tokens of answers, dropped: {dict(dropped)}")
+    return texts
+
+
+def kept_features(
+    target: Transformer,
+    measured: list[Conversation],
+    texts: list[Conversation],
+    layers: tuple[int, ...],
+    gib: float,
+) -> Features:
+    """Return as many conversations as there is room for, with their features on the device."""
+    row_bytes = 2 * (len(layers) + 1) * target.config.dim
+    room, everything = gib * 2**30, []
+    for text in [*measured, *texts]:
+        room -= row_bytes * len(text.ids)
+        if room < 0:
+            break
+        everything.append(text)
+    begin = time.perf_counter()
+    parts = features_of(target, everything, layers)
+    seconds = time.perf_counter() - begin
+    note(f"features of {sum(len(c.ids) for c in everything):,} tokens in {seconds:.1f} s")
+    return Features(everything, len(layers), parts.__getitem__)
+
+
+def train(
+    recipe: Recipe,
+    target: Transformer,
+    opened: OpenedModel,
+    store: Features,
+    n_measured: int,
+    out: Path,
+) -> None:
+    """Train the draft head of one recipe and write it to `out`."""
+    name, options, texts = recipe.name, recipe.options, store.conversations[n_measured:]
+    if recipe.init is not None:
+        head = load_head(recipe.init, target.config, options.tap_layers)[0]
+        ids = head.target_ids().cpu()
+    else:
+        ids = frequent_tokens(texts, options.draft_vocab_size or NEW_DRAFT_VOCAB)
+        head = new_head(target, ids, options)
+    loss_ids = frequent_tokens(texts, min(options.loss_vocab_size, len(ids)), among=ids)
+    if head.own_lm_head is not None:
+        loss_ids = ids
+    held_out = list(range(n_measured))
+
+    def trainer(head: Any, steps: int, folder: Path) -> Trainer:
+        chosen = dataclasses.replace(options, steps=steps)
+        return Trainer(head, target, store, held_out, loss_ids, chosen, folder)
+
+    with tempfile.TemporaryDirectory() as folder:
+        times: list[float] = []
+
+        def tick(step: int, loss: float) -> None:
+            times.append(time.perf_counter())
+            if step == PROBE:
+                raise Enough
+
+        try:
+            trainer(copy.deepcopy(head), PROBE + 1, Path(folder)).run(lambda entry: None, tick=tick)
+        except Enough:
+            each = statistics.median(b - a for a, b in itertools.pairwise(times[PROBE // 2 :]))
+    run = trainer(head, max(EVALUATIONS, int(recipe.seconds / each)), out)
+    note(f"{name}: {run.options.steps:,} steps of {1e3 * each:.1f} ms; before: {run.evaluate()}")
+    begin = time.perf_counter()
+    run.run(
+        lambda entry: note(f"{name} {time.perf_counter() - begin:.0f} s: {short(entry)}"),
+        every=-(-run.options.steps // EVALUATIONS),
+        save_every=1 << 30,
+    )
+    n_tokens = sum(len(c.ids) for c in texts)
+    runtime: Any = Runtime(opened.name, opened.checkpoint, opened.tokenizer, None)
+    header = head_header(head, runtime, fingerprint(opened.checkpoint), n_tokens, run.history[-1])
+    header |= {"steps": run.step, "recipe": run.options.recipe}
+    save_head(out, head, header, torch.bfloat16)
+    record = {
+        "header": header,
+        "options": dataclasses.asdict(run.options),
+        "command": " ".join(["python", *sys.argv]),
+        "history": run.history,
+    }
+    write_atomic(out / "training.json", (json.dumps(record, indent=1) + "\n").encode())
+    (out / "state.pt").unlink(missing_ok=True)
+
+
+def short(entry: dict[str, Any]) -> str:
+    alphas = " ".join(f"{alpha:.3f}" for alpha in entry["alphas"])
+    held = f"tau {entry['tau']:.3f}, n-alpha {alphas}, TV {entry['tv'][0]:.3f}"
+    return f"step {entry['step']:,}, loss {entry['loss']:.4f}, {held}, {entry['tok_s']:,} tok/s"
+
+
+@click.command(cls=Script, help=__doc__)
+@click.option("--model", default=DEFAULT_MODEL, show_default=True)
+@click.option("--device", default="auto", show_default=True)
+@click.option("--prompts", type=FILE, required=True)
+@click.option("--exclude", type=FILE, multiple=True)
+@click.option("--measure-on", type=FILE, required=True)
+@click.option("--recipes", type=FILE, required=True)
+@click.option("--write-seconds", default=120.0, show_default=True)
+@click.option("--slots", default=1024, show_default=True, help="Texts at a time.")
+@click.option("--length", default=704, show_default=True, help="Tokens of the longest text.")
+@click.option("--answer-tokens", default=256, show_default=True)
+@click.option("--feature-gib", default=40.0, show_default=True, help="Memory for features.")
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True)
+def main(
+    model: str,
+    device: str,
+    prompts: Path,
+    exclude: tuple[Path, ...],
+    measure_on: Path,
+    recipes: Path,
+    write_seconds: float,
+    slots: int,
+    length: int,
+    answer_tokens: int,
+    feature_gib: float,
+    out: Path,
+) -> None:
+    require_writable(out / "text.jsonl")
+    opened = open_model(model)
+    place, config = pick_device(device), opened.checkpoint.config
+    chosen = read_recipes(recipes, config.n_layer)
+    measured = read_conversations(measure_on, config.vocab_size, length)
+    # On Hopper torch takes cuDNN's attention. A step whose shape was new took two to three times as
+    # long there as one whose shape had been seen before.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    target = load_model(
+        opened.checkpoint,
+        dtype=TORCH_DTYPES[pick_dtype("auto", place)],
+        device=place,
+        max_seq_len=length,
+    )
+    target.requires_grad_(False)
+    common: dict[str, Any] = {
+        "out": out / "text.jsonl",
+        "temperature": TEMPERATURES,
+        "top_p": 1.0,
+        "max_new_tokens": answer_tokens,
+        "exclude": exclude,
+    }
+    sources = [
+        Conversations(DataOptions(self_written=True, count=1 << 40, **common)),
+        Conversations(DataOptions(prompts=prompts, **common)),
+    ]
+    texts = write_texts(target, opened, sources, slots, length, write_seconds)
+    with (out / "text.jsonl").open("w") as file:
+        for text in texts:
+            line = {"ids": text.ids, "prompt_len": text.prompt_len, "T": 0 if text.greedy else 1}
+            file.write(json.dumps(line, separators=(",", ":")) + "\n")
+    store = Features([], 0, lambda i: torch.empty(0))
+    for recipe in chosen:
+        layers = recipe.options.aux_layers_of(config.n_layer)
+        if not len(store) or store.n_aux != len(layers):
+            del store  # before the next one takes its memory
+            store = kept_features(target, measured, texts, layers, feature_gib)
+        try:
+            train(recipe, target, opened, store, len(measured), out / recipe.name)
+        except FasteagleError as error:  # the others may end well
+            note(f"{recipe.name}: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""Many texts at once: as the engine writes them, requests that wait, features, the kernel."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from fasteagle.generate import Engine
+from fasteagle.loading.heads.read import load_head
+from fasteagle.loading.open import open_model
+from fasteagle.options import SamplingParams
+from fasteagle.prompts import read_conversations
+from fasteagle.training import many_texts
+from fasteagle.training.dialogues import Request
+from fasteagle.training.many_texts import ManyTexts, features_of
+from helpers import SCRIPTS, Letters, write_questions, write_random_text
+
+GREEDY, DRAWN = SamplingParams(), SamplingParams(1.0)
+
+
+@pytest.fixture
+def tokenizer():
+    letters = Letters(60)
+    letters.eos_ids = frozenset(range(0, 60, 16))
+    return letters
+
+
+def answered(writer: ManyTexts, requests: list[Request]) -> dict[int, object]:
+    for number, request in enumerate(requests):
+        writer.begin(number, request)
+    replies: dict[int, object] = {}
+    for _ in range(100):
+        replies |= writer.replies()
+        if len(replies) == len(requests):
+            return replies
+    raise AssertionError(f"only {len(replies)} of {len(requests)} are answered")
+
+
+def request(text: str, params=GREEDY, n=30) -> Request:
+    return Request(({"role": "user", "content": text},), params, n)
+
+
+def test_texts_are_those_of_the_engine(target, tokenizer):
+    """Five requests for three slots; drawn texts beside greedy ones, and one that has no room."""
+    asked = [request("abcdefghijkl"[i : 4 + 2 * i], GREEDY if i % 3 else DRAWN) for i in range(5)]
+    replies = answered(ManyTexts(target, tokenizer, 3, 64), [*asked, request("x" * 64)])
+    assert replies.pop(5) is None
+    engine, ends = Engine(target, 256), tokenizer.eos_ids
+    for number, reply in replies.items():
+        assert reply.prompt == tokenizer.encode(asked[number].messages[0]["content"])
+        assert reply.text == tokenizer.decode(reply.ids)
+        assert reply.is_cut == (reply.ids[-1] not in ends)
+        assert len(reply.ids) <= 30
+        assert not ends & set(reply.ids[:-1])
+        if number % 3:
+            alone = engine.generate(reply.prompt, GREEDY, 30, ends)
+            assert reply.ids == [token for new in alone for token in new]
+
+
+def test_a_slot_ends_a_text_that_is_full(target, tokenizer):
+    tokenizer.eos_ids = frozenset()
+    (reply,) = answered(ManyTexts(target, tokenizer, 2, 40), [request("abc", n=500)]).values()
+    assert len(reply.prompt) + len(reply.ids) == 40
+    assert reply.is_cut
+
+
+def test_a_text_that_repeats_itself_is_stopped(target, tokenizer, monkeypatch):
+    tokenizer.eos_ids = frozenset()
+    monkeypatch.setattr(many_texts, "ends_in_repetition", lambda ids: len(ids) > 10)
+    (reply,) = answered(ManyTexts(target, tokenizer, 1, 400), [request("abc", n=390)]).values()
+    assert 10 < len(reply.ids) <= 10 + many_texts.STEPS * many_texts.LOOKS
+    assert reply.is_cut
+
+
+def test_draws_follow_the_temperature(target, tokenizer):
+    """Of one prompt's next tokens, drawn 2,000 times."""
+    torch.manual_seed(0)
+    tokenizer.eos_ids = frozenset()
+    asked = [request("abcd", SamplingParams(0.7), 1)] * 2000
+    drawn = [
+        reply.ids[0] for reply in answered(ManyTexts(target, tokenizer, 2000, 8), asked).values()
+    ]
+    features = Engine(target, 256).features(tokenizer.encode("abcd"))
+    wanted = (target.lm_head(features[-1:])[0].float() / 0.7).softmax(-1)
+    shares = torch.tensor(drawn).bincount(minlength=len(wanted)) / len(drawn)
+    assert (shares - wanted).abs().sum() < 0.25  # total variation of a sample of this size: 0.1
+
+
+@pytest.mark.parametrize("layers", [(), (1, 2)])
+def test_features_are_those_of_the_engine(target, text, layers):
+    engine = Engine(target, 256)
+    for conversation, part in zip(text, features_of(target, text, layers, 64), strict=True):
+        whole = engine.features(conversation.ids, layers)
+        torch.testing.assert_close(part, whole.to(torch.bfloat16), atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_kernel_of_attention(card, dtype):
+    pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
+    from fasteagle.training.many_texts_kernel import attend_prefixes
+
+    B, G, S, E, group = 3, 2, 80, 64, 3
+    torch.manual_seed(0)
+    q = torch.randn(G, group * B, E).to(dtype)
+    k, v = (torch.randn(B, G, S, E).to(dtype) for _ in "kv")
+    last = torch.tensor([0, 64, 79])
+    wanted = many_texts.attend(q.float(), k.float(), v.float(), last)
+    error = 0.02 if dtype == torch.bfloat16 else 0.004
+    torch.testing.assert_close(attend_prefixes(q, k, v, last).float(), wanted, atol=error, rtol=0)
+
+
+def test_a_head_is_trained_on_text_written_now(tiny_dir, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import train_on_card
+
+    prompts = write_questions(
+        tmp_path / "prompts.jsonl", *([f"Ask {i}.", "More."] for i in range(9))
+    )
+    small = {"batch_tokens": 200, "warmup": 1, "draft_vocab_size": 40, "loss_vocab_size": 40}
+    recipes = {
+        "one": {"seconds": 0.5, "options": small},
+        "three": {
+            "seconds": 0.5,
+            "options": small | {"algorithm": "eagle3", "self_fed_steps": 1, "tap_layers": [0, 1]},
+        },
+    }
+    (tmp_path / "recipes.json").write_text(json.dumps(recipes))
+    measured = write_random_text(tmp_path / "m.jsonl", 3, 30)
+    words = ["--model", tiny_dir, "--device", "cpu", "--prompts", prompts, "--measure-on", measured]
+    words += ["--recipes", tmp_path / "recipes.json", "--slots", 4]
+    words += ["--length", 200, "--answer-tokens", 20, "--out", tmp_path / "out"]
+
+    def run(seconds: float):
+        command = [*map(str, words), "--write-seconds", str(seconds)]
+        return CliRunner().invoke(train_on_card.main, command)
+
+    done = run(2)
+    assert done.exit_code == 0, done.output
+    config = open_model(str(tiny_dir)).checkpoint.config
+    assert read_conversations(tmp_path / "out/text.jsonl", config.vocab_size, 200)
+    for name in ("one", "three"):
+        head, _ = load_head(tmp_path / "out" / name, config)
+        assert len(head.config.aux_layers) == (2 if name == "three" else 0)
+        record = json.loads((tmp_path / "out" / name / "training.json").read_text())
+        assert (
+            record["header"]["steps"] == record["options"]["steps"] == record["history"][-1]["step"]
+        )
+    for wrong, said in (
+        ({"one": {"seconds": 1}}, "'options' is missing"),
+        ({"one": {"seconds": 1, "options": {"rate": 1}}}, "expected"),
+        ({"one": {"seconds": 1, "options": {"lr": 2}}}, "lr"),
+    ):
+        (tmp_path / "recipes.json").write_text(json.dumps(wrong))
+        done = run(0)
+        assert done.exit_code == 2
+        assert said in done.stderr.splitlines()[-1]
