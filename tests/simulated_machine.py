@@ -138,6 +138,28 @@ class Machine:
         return self.noisy(self.true.draft(shape) * more)
 
 
+class SharedCache(Machine):
+    """Machine whose weights leave a cache for `cold` times as long passes while it drafts.
+
+    They come back within some dozens of plain passes.
+    """
+
+    def __init__(self, true: Costs, p: float, cold: float, seed: int = 0) -> None:
+        super().__init__(true, p, seed)
+        self.cold, self.kept = cold, 1.0  # share of the weights in the cache
+
+    def noisy(self, ms: float) -> float:
+        return super().noisy(ms) * (self.cold - (self.cold - 1) * self.kept)
+
+    def plain(self) -> Outcome:
+        self.kept += (1 - self.kept) / 25
+        return super().plain()
+
+    def chain(self, policy: Policy) -> Outcome:
+        self.kept *= 0.92
+        return super().chain(policy)
+
+
 def passes_of(rows: int) -> list[int]:
     """Rows of the passes that so many rows take."""
     return [32] * (rows // 32) + [rows % 32] * (rows % 32 > 0)
