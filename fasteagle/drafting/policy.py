@@ -41,13 +41,14 @@ PRIOR_CYCLES = 4.0  # weight of an expectation, in cycles
 FIRST_DISTANCE, LONGEST_DISTANCE = 8, 512  # drafted cycles between two blocks of plain passes
 SHIFT, SETTLING = 1.2, 24  # change of drafted cycles' times that asks for a block, after so many
 BLOCK, FEWEST = 8, 5  # plain passes of a block
-SETTLED, LONGEST_BLOCK = 0.99, 64  # a block goes on while each `BLOCK` passes are so much faster
+FALLING, LONGEST_BLOCK = 0.99, 64  # a block goes on while each `BLOCK` passes are so much faster
 WARM = 2  # first passes of a block, which are not counted
 OPTIMISM = 0.8  # a block ends early where plain passes would not pay at this share of their time
 COPIED = 4  # accepted looked-up tokens in a cycle from which the text counts as copied
 USUAL_CHAIN = 2  # verified tokens of a draft head's chain, on average
 REACH = 16  # tokens of a looked-up chain by default
 MAX_CHAIN = max(ROWS) - 1  # tokens of a chain whose pass is timed
+LOOKED_UP_ROW = 1.3  # price of a looked-up row over what it costs: at 1 it would bring nothing
 LOOKED_UP = "looked up"  # key in `Policy.used`
 
 
@@ -183,7 +184,8 @@ class Policy:
         speed, row = self.speed, self._passes.slope(5)
         self.thresholds = Thresholds.at(row * speed, self._levels.ms * speed, self.honesty)
         # Looked-up chains are long. With many rows each may cost more; with experts, less.
-        self.lookup_threshold = between(max(row, self._passes.slope(self.shapes[0].rows)) * speed)
+        row = max(row, self._passes.slope(self.shapes[0].rows))
+        self.lookup_threshold = between(LOOKED_UP_ROW * row * speed)
         self.head_gain = None
         if self._head and self._shape is not None and not self._block:
             size = self._sizes[self._shape]
@@ -300,7 +302,7 @@ class Policy:
         longer nothing else is read in between: 3.3 ms after 50 passes, for instance, 5 ms before.
         """
         before, now = self._block_ms, self.plain_ms
-        goes_on = before is None or now < SETTLED * before
+        goes_on = before is None or now < FALLING * before
         goes_on = goes_on and self._in_a_row < LONGEST_BLOCK
         self._block_ms = now if goes_on else None
         self._block = BLOCK if goes_on else 0

@@ -17,7 +17,7 @@ from fasteagle.drafting.ladder import (
     ranks_of,
 )
 from fasteagle.drafting.pauses import FIRST_PAUSE, LONGEST_PAUSE, SETTLED, Pauses
-from fasteagle.drafting.policy import BLOCK, LOOKED_UP, REACH, Outcome, Policy, name
+from fasteagle.drafting.policy import BLOCK, LOOKED_UP, LOOKED_UP_ROW, REACH, Outcome, Policy, name
 from fasteagle.drafting.thresholds import Honesty
 from fasteagle.shapes import FusedShape, GatedChain, TreeShape
 from helpers import ROWS, costs
@@ -212,7 +212,8 @@ def test_a_looked_up_row_is_as_dear_as_one_of_few_or_of_many(passes):
     policy = policy_of(costs, GatedChain(REACH), lookup=True, head=False)
     few, many = (policy.pass_ms(5) - 5.0) / 4, (policy.pass_ms(17) - 5.0) / 16
     assert (few > many) == (len(passes) == 2)
-    assert policy.lookup_threshold == pytest.approx(max(few, many) * policy.speed)
+    price = LOOKED_UP_ROW * max(few, many)
+    assert policy.lookup_threshold == pytest.approx(price * policy.speed)
 
 
 def test_a_looked_up_chain_teaches_nothing_of_the_head():
