@@ -74,7 +74,10 @@ def read_recipes(path: Path, n_layer: int) -> list[Recipe]:
     """Read the recipes; raise `FasteagleError` for what is none."""
     recipes = []
     with expecting('{"NAME": {"seconds": 60, "options": {"lr": 0.001}}}', str(path)):
-        for name, raw in parse_json(path.read_text("utf-8")).items():
+        given = parse_json(path.read_text("utf-8"))
+        if type(given) is not dict:
+            raise ValueError("it is no JSON object")
+        for name, raw in given.items():
             options = TrainOptions(**raw["options"])
             options.aux_layers_of(n_layer)
             init = Path(raw["init"]) if "init" in raw else None
@@ -118,6 +121,14 @@ def write_texts(
     n_answers = sum(len(c.ids) - c.prompt_len for c in texts)
     note(f"{len(texts):,} texts, {n_answers:,} tokens of answers, dropped: {dict(dropped)}")
     return texts
+
+
+def write_lines(path: Path, texts: list[Conversation]) -> None:
+    """Write texts as `read_conversations` reads them; those that are drawn have T 1."""
+    with path.open("w") as file:
+        for text in texts:
+            line = {"ids": text.ids, "prompt_len": text.prompt_len, "T": 0 if text.greedy else 1}
+            file.write(json.dumps(line, separators=(",", ":")) + "\n")
 
 
 def kept_features(
@@ -211,8 +222,9 @@ def short(entry: dict[str, Any]) -> str:
 @click.command(cls=Script, help=__doc__)
 @click.option("--model", default=DEFAULT_MODEL, show_default=True)
 @click.option("--device", default="auto", show_default=True)
-@click.option("--prompts", type=FILE, required=True)
+@click.option("--prompts", type=FILE, help="Questions, beside those that the model makes up.")
 @click.option("--exclude", type=FILE, multiple=True)
+@click.option("--text", type=FILE, help="Text of an earlier run: none is written.")
 @click.option("--measure-on", type=FILE, required=True)
 @click.option("--recipes", type=FILE, required=True)
 @click.option("--write-seconds", default=120.0, show_default=True)
@@ -224,8 +236,9 @@ def short(entry: dict[str, Any]) -> str:
 def main(
     model: str,
     device: str,
-    prompts: Path,
+    prompts: Path | None,
     exclude: tuple[Path, ...],
+    text: Path | None,
     measure_on: Path,
     recipes: Path,
     write_seconds: float,
@@ -250,22 +263,21 @@ def main(
         max_seq_len=length,
     )
     target.requires_grad_(False)
-    common: dict[str, Any] = {
-        "out": out / "text.jsonl",
-        "temperature": TEMPERATURES,
-        "top_p": 1.0,
-        "max_new_tokens": answer_tokens,
-        "exclude": exclude,
-    }
-    sources = [
-        Conversations(DataOptions(self_written=True, count=1 << 40, **common)),
-        Conversations(DataOptions(prompts=prompts, **common)),
-    ]
-    texts = write_texts(target, opened, sources, slots, length, write_seconds)
-    with (out / "text.jsonl").open("w") as file:
-        for text in texts:
-            line = {"ids": text.ids, "prompt_len": text.prompt_len, "T": 0 if text.greedy else 1}
-            file.write(json.dumps(line, separators=(",", ":")) + "\n")
+    if text is not None:
+        texts = read_conversations(text, config.vocab_size, length)
+    else:
+        common: dict[str, Any] = {
+            "out": out / "text.jsonl",
+            "temperature": TEMPERATURES,
+            "top_p": 1.0,
+            "max_new_tokens": answer_tokens,
+            "exclude": exclude,
+        }
+        sources = [Conversations(DataOptions(self_written=True, count=1 << 40, **common))]
+        if prompts is not None:
+            sources.append(Conversations(DataOptions(prompts=prompts, **common)))
+        texts = write_texts(target, opened, sources, slots, length, write_seconds)
+        write_lines(out / "text.jsonl", texts)
     store = Features([], 0, lambda i: torch.empty(0))
     for recipe in chosen:
         layers = recipe.options.aux_layers_of(config.n_layer)

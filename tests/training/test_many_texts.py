@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -129,15 +130,14 @@ def test_a_head_is_trained_on_text_written_now(tiny_dir, tmp_path, monkeypatch):
     }
     (tmp_path / "recipes.json").write_text(json.dumps(recipes))
     measured = write_random_text(tmp_path / "m.jsonl", 3, 30)
-    words = ["--model", tiny_dir, "--device", "cpu", "--prompts", prompts, "--measure-on", measured]
+    words = ["--model", tiny_dir, "--device", "cpu", "--measure-on", measured]
     words += ["--recipes", tmp_path / "recipes.json", "--slots", 4]
     words += ["--length", 200, "--answer-tokens", 20, "--out", tmp_path / "out"]
 
-    def run(seconds: float):
-        command = [*map(str, words), "--write-seconds", str(seconds)]
-        return CliRunner().invoke(train_on_card.main, command)
+    def run(*more):
+        return CliRunner().invoke(train_on_card.main, [str(word) for word in (*words, *more)])
 
-    done = run(2)
+    done = run("--prompts", prompts, "--write-seconds", 2)
     assert done.exit_code == 0, done.output
     config = open_model(str(tiny_dir)).checkpoint.config
     assert read_conversations(tmp_path / "out/text.jsonl", config.vocab_size, 200)
@@ -148,12 +148,21 @@ def test_a_head_is_trained_on_text_written_now(tiny_dir, tmp_path, monkeypatch):
         assert (
             record["header"]["steps"] == record["options"]["steps"] == record["history"][-1]["step"]
         )
+    recipes = {"again": {"seconds": 0.2, "init": str(tmp_path / "out/one"), "options": small}}
+    del small["draft_vocab_size"]
+    (tmp_path / "recipes.json").write_text(json.dumps(recipes))
+    done = run("--text", tmp_path / "out/text.jsonl")
+    assert done.exit_code == 0, done.output
+    before = json.loads((tmp_path / "out/one/training.json").read_text())["header"]
+    tau = re.search(r"before: tau ([\d.]+)", done.stderr)
+    assert float(tau[1]) == pytest.approx(before["tau"], abs=0.05)  # it was saved in bf16
     for wrong, said in (
+        ([], "it is no JSON object"),
         ({"one": {"seconds": 1}}, "'options' is missing"),
         ({"one": {"seconds": 1, "options": {"rate": 1}}}, "expected"),
         ({"one": {"seconds": 1, "options": {"lr": 2}}}, "lr"),
     ):
         (tmp_path / "recipes.json").write_text(json.dumps(wrong))
-        done = run(0)
+        done = run()
         assert done.exit_code == 2
         assert said in done.stderr.splitlines()[-1]
