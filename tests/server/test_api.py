@@ -8,8 +8,8 @@ import re
 import httpx
 import openai
 import pytest
+from live_server import LETTER_ID, QWEN, number
 
-from conftest import LETTER_ID, QWEN, number
 from fasteagle.answering.answer import AnswerRequest, Chunk
 from fasteagle.decoding.stats import Stats
 from fasteagle.logits import TokenLogprob

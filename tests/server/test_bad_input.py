@@ -8,8 +8,8 @@ import time
 import httpx
 import pydantic
 import pytest
+from live_server import CHAT, serving
 
-from conftest import CHAT, serving
 from fasteagle.errors import FasteagleError
 from fasteagle.options import AnswerOptions, Defaults, ServeOptions
 from fasteagle.server import guard, run

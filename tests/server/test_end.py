@@ -15,8 +15,8 @@ import time
 
 import httpx
 import pytest
+from live_server import CHAT, LONG, SHORT, busy, deaf, failures, serving, until
 
-from conftest import CHAT, LONG, SHORT, busy, deaf, failures, serving, until
 from fasteagle.decoding.runner import Runner
 from fasteagle.errors import EngineError
 from fasteagle.generate import Engine

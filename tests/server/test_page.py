@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from conftest import ask, done
+from live_server import ask, done
 
 
 def has_text(page, n):

@@ -11,8 +11,8 @@ import time
 
 import httpx
 import pytest
+from live_server import CHAT, QWEN, SHORT, WEATHER, failures, serving, until
 
-from conftest import CHAT, QWEN, SHORT, WEATHER, failures, serving, until
 from fasteagle.errors import FasteagleError
 from fasteagle.options import Defaults, ServeOptions
 from fasteagle.server import app, bodies, prepare

@@ -13,8 +13,8 @@ import time
 
 import httpx
 import pytest
+from live_server import CHAT, LONG, SHORT, busy, deaf, failures, load, n_generated, serving, until
 
-from conftest import CHAT, LONG, SHORT, busy, deaf, failures, load, n_generated, serving, until
 from fasteagle.answering.answer import Chunk
 from fasteagle.generate import Engine
 from fasteagle.options import ServeOptions

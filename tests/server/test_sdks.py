@@ -12,8 +12,8 @@ import json
 import openai
 import pydantic
 import pytest
+from live_server import QWEN, WEATHER
 
-from conftest import QWEN, WEATHER
 from fasteagle.options import AnswerOptions, Defaults
 
 pytest.importorskip("llguidance")

@@ -13,9 +13,7 @@ import httpx
 import openai
 import pytest
 import torch
-
-import fasteagle.batch
-from conftest import (
+from live_server import (
     CHAT,
     LETTER_ID,
     SHORT,
@@ -28,6 +26,8 @@ from conftest import (
     slow_down,
     until,
 )
+
+import fasteagle.batch
 from fasteagle.answering.grammar import GrammarMask
 from fasteagle.decoding.stats import Stats
 from fasteagle.generate import Engine

@@ -7,8 +7,8 @@ import time
 
 import openai
 import pytest
+from live_server import LLAMA, QWEN, WEATHER
 
-from conftest import LLAMA, QWEN, WEATHER
 from fasteagle.answering.answer import AnswerRequest, Chunk
 from fasteagle.errors import FasteagleError
 from fasteagle.options import AnswerOptions, SamplingParams
