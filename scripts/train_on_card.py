@@ -22,24 +22,26 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
+from click.core import ParameterSource
 
 from fasteagle.cli.command import Script
 from fasteagle.cli.options import FILE
+from fasteagle.config import ModelConfig
 from fasteagle.config_fields import parse_json
 from fasteagle.device import TORCH_DTYPES, pick_device, pick_dtype
 from fasteagle.errors import FasteagleError, note
 from fasteagle.loading.checkpoint import load_model
-from fasteagle.loading.heads.read import load_head
+from fasteagle.loading.heads.read import with_vocabulary
 from fasteagle.loading.heads.write import save_head
 from fasteagle.loading.open import OpenedModel, Runtime, open_model
 from fasteagle.loading.tensors import fingerprint
-from fasteagle.model import Transformer
+from fasteagle.model import EagleHead, Transformer
 from fasteagle.options import DEFAULT_MODEL
 from fasteagle.paths import require_writable, write_atomic
 from fasteagle.prompts import Conversation, expecting, read_conversations
@@ -48,11 +50,11 @@ from fasteagle.training.dialogues import Conversations, Conversing, hold
 from fasteagle.training.many_texts import ManyTexts, features_of
 from fasteagle.training.options import DataOptions, TrainOptions
 from fasteagle.training.train import Trainer, head_header, new_head
+from fasteagle.training.train_head import draft_ids_for, init_head
 
 TEMPERATURES = ("0", "0", "0.8", "1")
 WAITING = 256  # requests ready for slots that become free
 PROBE = 24  # steps that tell how many fit into a recipe's seconds
-NEW_DRAFT_VOCAB = 12288  # of a head that begins from nothing
 EVALUATIONS = 3  # in a run
 
 
@@ -67,21 +69,37 @@ class Recipe:
     name: str
     options: TrainOptions
     seconds: float
-    init: Path | None
+    init: Path | None = None
+
+    def head(self, target: Transformer, texts: Sequence[Conversation]) -> EagleHead:
+        """Return the draft head before its training."""
+        config, options = target.config, self.options
+        init = init_head(config, self.init, options)
+        ids = draft_ids_for(texts, init, config.vocab_size, options)
+        if init is not None:
+            return with_vocabulary(init, ids, target.head_rows)
+        return new_head(target, ids, options)
 
 
-def read_recipes(path: Path, n_layer: int) -> list[Recipe]:
-    """Read the recipes; raise `FasteagleError` for what is none."""
+def read_recipes(path: Path, config: ModelConfig) -> list[Recipe]:
+    """Read the recipes; raise `FasteagleError` for what is none, and for heads of another kind."""
     recipes = []
+    known = {field.name for field in dataclasses.fields(TrainOptions)}
     with expecting('{"NAME": {"seconds": 60, "options": {"lr": 0.001}}}', str(path)):
         given = parse_json(path.read_text("utf-8"))
         if type(given) is not dict:
             raise ValueError("it is no JSON object")
         for name, raw in given.items():
+            unknown = (raw.keys() - {"seconds", "options", "init"}) | (
+                raw["options"].keys() - known
+            )
+            if unknown:
+                raise ValueError(f"{name} has an unknown {sorted(unknown)[0]!r}")
             options = TrainOptions(**raw["options"])
-            options.aux_layers_of(n_layer)
             init = Path(raw["init"]) if "init" in raw else None
             recipes.append(Recipe(name, options, float(raw["seconds"]), init))
+    for recipe in recipes:
+        init_head(config, recipe.init, recipe.options)
     return recipes
 
 
@@ -114,10 +132,8 @@ def write_texts(
             if tuple(ids) not in seen:
                 seen.add(tuple(ids))
                 texts.append(Conversation(ids, len(reply.prompt), params.temperature == 0))
-        if time.monotonic() > deadline:
+        if texts and time.monotonic() > deadline:
             break
-    if not texts:
-        raise FasteagleError(f"no text was complete after {seconds:g} s: give more --write-seconds")
     n_answers = sum(len(c.ids) - c.prompt_len for c in texts)
     note(f"{len(texts):,} texts, {n_answers:,} tokens of answers, dropped: {dict(dropped)}")
     return texts
@@ -146,6 +162,8 @@ def kept_features(
         if room < 0:
             break
         everything.append(text)
+    if len(everything) <= len(measured):
+        raise FasteagleError(f"--feature-gib {gib:g} has no room for any text: give more")
     begin = time.perf_counter()
     parts = features_of(target, everything, layers)
     seconds = time.perf_counter() - begin
@@ -163,12 +181,8 @@ def train(
 ) -> None:
     """Train the draft head of one recipe and write it to `out`."""
     name, options, texts = recipe.name, recipe.options, store.conversations[n_measured:]
-    if recipe.init is not None:
-        head = load_head(recipe.init, target.config, options.tap_layers)[0]
-        ids = head.target_ids().cpu()
-    else:
-        ids = frequent_tokens(texts, options.draft_vocab_size or NEW_DRAFT_VOCAB)
-        head = new_head(target, ids, options)
+    head = recipe.head(target, texts)
+    ids = head.target_ids().cpu()
     loss_ids = frequent_tokens(texts, min(options.loss_vocab_size, len(ids)), among=ids)
     if head.own_lm_head is not None:
         loss_ids = ids
@@ -207,10 +221,19 @@ def train(
         "header": header,
         "options": dataclasses.asdict(run.options),
         "command": " ".join(["python", *sys.argv]),
+        "recipe": {"seconds": recipe.seconds, "init": str(recipe.init) if recipe.init else None},
         "history": run.history,
     }
     write_atomic(out / "training.json", (json.dumps(record, indent=1) + "\n").encode())
     (out / "state.pt").unlink(missing_ok=True)
+
+
+def require_no(context: click.Context, names: Sequence[str]) -> None:
+    """Raise `FasteagleError` for options that have no meaning beside --text."""
+    for name in names:
+        if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
+            option = name.replace("_", "-")
+            raise FasteagleError(f"--{option} has no meaning with --text: drop one")
 
 
 def short(entry: dict[str, Any]) -> str:
@@ -233,7 +256,9 @@ def short(entry: dict[str, Any]) -> str:
 @click.option("--answer-tokens", default=256, show_default=True)
 @click.option("--feature-gib", default=40.0, show_default=True, help="Memory for features.")
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True)
+@click.pass_context
 def main(
+    context: click.Context,
     model: str,
     device: str,
     prompts: Path | None,
@@ -251,7 +276,7 @@ def main(
     require_writable(out / "text.jsonl")
     opened = open_model(model)
     place, config = pick_device(device), opened.checkpoint.config
-    chosen = read_recipes(recipes, config.n_layer)
+    chosen = read_recipes(recipes, config)
     measured = read_conversations(measure_on, config.vocab_size, length)
     # On Hopper torch takes cuDNN's attention. A step whose shape was new took two to three times as
     # long there as one whose shape had been seen before.
@@ -264,6 +289,7 @@ def main(
     )
     target.requires_grad_(False)
     if text is not None:
+        require_no(context, ["prompts", "exclude", "write_seconds", "slots", "answer_tokens"])
         texts = read_conversations(text, config.vocab_size, length)
     else:
         common: dict[str, Any] = {
@@ -278,16 +304,22 @@ def main(
             sources.append(Conversations(DataOptions(prompts=prompts, **common)))
         texts = write_texts(target, opened, sources, slots, length, write_seconds)
         write_lines(out / "text.jsonl", texts)
-    store = Features([], 0, lambda i: torch.empty(0))
+    store, computed, failed = None, None, []
     for recipe in chosen:
         layers = recipe.options.aux_layers_of(config.n_layer)
-        if not len(store) or store.n_aux != len(layers):
-            del store  # before the next one takes its memory
-            store = kept_features(target, measured, texts, layers, feature_gib)
         try:
+            if store is None or computed != layers:
+                store = None  # before the next one takes its memory
+                store, computed = (
+                    kept_features(target, measured, texts, layers, feature_gib),
+                    layers,
+                )
             train(recipe, target, opened, store, len(measured), out / recipe.name)
         except FasteagleError as error:  # the others may end well
             note(f"{recipe.name}: {error}")
+            failed.append(recipe.name)
+    if failed:
+        raise FasteagleError(f"not trained: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -139,9 +139,9 @@ class Machine:
 
 
 class SharedCache(Machine):
-    """Machine whose weights leave a cache for `cold` times as long passes while it drafts.
+    """Machine with a shared cache: drafting pushes the weights out of it.
 
-    They come back within some dozens of plain passes.
+    A pass then takes up to `cold` times as long. Dozens of plain passes bring the weights back.
     """
 
     def __init__(self, true: Costs, p: float, cold: float, seed: int = 0) -> None:

@@ -3,7 +3,8 @@
 `speed` is the number of tokens that a millisecond has brought lately, at least that of plain
 decoding. Then
 
-- a row is worth verifying while its path probability is above speed x ms of that row, and a level
+- a row is worth verifying while its path probability is above speed x ms of that row (1.3 times
+  that for a looked-up row of a chain), and a level
   is worth drafting while the tokens that it may bring are above speed x its cost (`thresholds`);
 - where the shape is fixed before the cycle, the size of the ladder with the most tokens per ms is
   used (`next_shape`);
@@ -40,15 +41,17 @@ INTERRUPTION = 4.0  # times the usual time; more is an interruption of the proce
 PRIOR_CYCLES = 4.0  # weight of an expectation, in cycles
 FIRST_DISTANCE, LONGEST_DISTANCE = 8, 512  # drafted cycles between two blocks of plain passes
 SHIFT, SETTLING = 1.2, 24  # change of drafted cycles' times that asks for a block, after so many
-BLOCK, FEWEST = 8, 5  # plain passes of a block
-FALLING, LONGEST_BLOCK = 0.99, 64  # a block goes on while each `BLOCK` passes are so much faster
+BLOCK, FEWEST = 8, 5  # plain passes of a part of a block, and of the shortest block
+# Parts follow each other while each is so much faster than the one before it: two parts at least,
+# unless drafting is clearly faster sooner.
+FALLING, LONGEST_BLOCK = 0.99, 64
 WARM = 2  # first passes of a block, which are not counted
 OPTIMISM = 0.8  # a block ends early where plain passes would not pay at this share of their time
 COPIED = 4  # accepted looked-up tokens in a cycle from which the text counts as copied
 USUAL_CHAIN = 2  # verified tokens of a draft head's chain, on average
 REACH = 16  # tokens of a looked-up chain by default
 MAX_CHAIN = max(ROWS) - 1  # tokens of a chain whose pass is timed
-LOOKED_UP_ROW = 1.3  # price of a looked-up row over what it costs: at 1 it would bring nothing
+LOOKED_UP_ROW = 1.3  # price of a looked-up row over its cost: at 1.0 it would neither gain nor lose
 LOOKED_UP = "looked up"  # key in `Policy.used`
 
 

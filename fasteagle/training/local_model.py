@@ -23,10 +23,7 @@ class LocalModel:
         self._without_room: list[int] = []
 
     def begin(self, number: int, request: Request) -> None:
-        if request.messages:
-            prompt = self._tokenizer.encode(self._tokenizer.render(request.messages))
-        else:
-            prompt = user_prefix(self._tokenizer)
+        prompt = prompt_of(self._tokenizer, request)
         if len(prompt) >= self._engine.max_seq_len:
             self._without_room.append(number)
             return
@@ -71,6 +68,13 @@ def repeats() -> Callable[[int], bool]:
         return ends_in_repetition(text)
 
     return is_last
+
+
+def prompt_of(tokenizer: ChatTokenizer, request: Request) -> list[int]:
+    """Return the tokens after which the model answers a request."""
+    if request.messages:
+        return tokenizer.encode(tokenizer.render(request.messages))
+    return user_prefix(tokenizer)
 
 
 def user_prefix(tokenizer: ChatTokenizer) -> list[int]:

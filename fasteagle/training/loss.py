@@ -17,7 +17,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -198,11 +198,11 @@ def token_losses(logits: Tensor, wanted: Tensor, kind: str) -> tuple[Tensor, Ten
 class TokenLoss(torch.autograd.Function):
     """Mean of `token_losses` of predicted @ own.T for softmax(targets @ rows.T).
 
-    Never holds more rows of logits than `CHUNKS` says for the device: the gradients are computed in
-    the forward pass, on a CPU while all are in cache.
+    Holds a part of the logits at a time: the gradients are computed in the forward pass, on a CPU
+    while all are in cache.
     """
 
-    CHUNKS: ClassVar = {"cpu": 256, "cuda": 8192}
+    CHUNK, CHUNK_VALUES = 256, 1 << 26  # least rows of a part; values of its logits on a GPU
 
     @staticmethod
     def forward(
@@ -222,7 +222,9 @@ class TokenLoss(torch.autograd.Function):
         total = predicted.new_zeros((), dtype=exact)
         gradient = torch.empty_like(predicted, dtype=exact)
         on_rows = None if own is None else torch.zeros_like(own, dtype=exact)
-        chunk = TokenLoss.CHUNKS[predicted.device.type]
+        chunk = TokenLoss.CHUNK
+        if predicted.device.type != "cpu":  # small parts would wait for their launches
+            chunk = max(chunk, TokenLoss.CHUNK_VALUES // len(rows))
         for begin in range(0, len(predicted), chunk):
             part = slice(begin, begin + chunk)
             wanted = (targets[part].to(rows.dtype) @ rows.T).to(exact).softmax(-1)

@@ -3,7 +3,8 @@
 `LocalModel` shares passes of a few texts. Here a step computes a token of each of a thousand, with
 a cache of its own format; weights are dense, draws are the device's.
 
-Shapes: B texts, G KV heads, E head dim, S cache slots of a text, T rows of a pass.
+Shapes: B texts, G KV heads, E head dim, S cache slots of a text, T rows of a pass, D model dim,
+R auxiliary layers.
 """
 
 from __future__ import annotations
@@ -19,16 +20,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fasteagle.device import on_device_of
+from fasteagle.errors import FasteagleError
 from fasteagle.loading.tokenizer import ChatTokenizer
 from fasteagle.model import Ops, RMSNorm, Transformer
+from fasteagle.options import SamplingParams
 from fasteagle.prompts import Conversation
 from fasteagle.training.dialogues import Reply, Request
 from fasteagle.training.filters import ends_in_repetition
-from fasteagle.training.local_model import user_prefix
+from fasteagle.training.local_model import prompt_of
 
 STEPS = 16  # between two looks at what has ended
 LOOKS = 4  # between two looks for repetition in a text
+LEAST_DIM = 16  # of a head, for products on tensor cores
 WARM_UP = 3  # steps before a graph is captured
+
+
+def require_whole(model: Transformer, length: int) -> None:
+    """Raise `FasteagleError` where a text of this length is longer than the sliding window."""
+    window = model.config.sliding_window
+    if window is not None and length > window:
+        raise FasteagleError(f"texts of {length:,} tokens exceed the sliding window of {window:,}")
 
 
 def norm(module: nn.Module, x: Tensor) -> Tensor:
@@ -46,9 +58,13 @@ def write(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
 
 
 def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, last: Tensor) -> Tensor:
-    """Return attention of q [G, group * B, E]: text b sees its slots up to `last[b]`."""
+    """Return attention [G, group * B, E] of q of that shape over caches [B, G, S, E].
+
+    Text b sees its slots up to `last[b]`.
+    """
     B, G, S, E = k_cache.shape
-    if q.is_cuda and importlib.util.find_spec("triton") is not None:
+    fits = E >= LEAST_DIM and E & (E - 1) == 0  # the kernel
+    if fits and q.is_cuda and importlib.util.find_spec("triton") is not None:
         from fasteagle.training.many_texts_kernel import attend_prefixes
 
         return attend_prefixes(q, k_cache, v_cache, last)
@@ -64,12 +80,14 @@ DECODING = Ops(attend=attend, write=write, norm=norm, views=True)
 class ManyTexts:
     """Model that answers requests as `LocalModel` does: `slots` texts of up to `length` tokens.
 
-    Requests beyond the number of slots wait. A request's seed is not used.
+    Requests beyond the number of slots wait. They name no more than a temperature; their seed is
+    not used. Raises `FasteagleError` for texts longer than the model's sliding window.
     """
 
     def __init__(
         self, model: Transformer, tokenizer: ChatTokenizer, slots: int, length: int
     ) -> None:
+        require_whole(model, length)
         config, weight = model.config, model.norm.weight
         self._model, self._tokenizer, self._length = model, tokenizer, length
         self._device = device = weight.device
@@ -98,10 +116,10 @@ class ManyTexts:
         self._looks = 0
 
     def begin(self, number: int, request: Request) -> None:
-        if request.messages:
-            prompt = self._tokenizer.encode(self._tokenizer.render(request.messages))
-        else:
-            prompt = user_prefix(self._tokenizer)
+        params = request.params
+        if params != SamplingParams(params.temperature, seed=params.seed):
+            raise FasteagleError("many texts at once are drawn by their temperature alone")
+        prompt = prompt_of(self._tokenizer, request)
         if len(prompt) >= self._length:
             self._without_room.append(number)
         else:
@@ -169,15 +187,16 @@ class ManyTexts:
             for _ in range(STEPS):
                 self._step()
             return
-        if self._graph is None:
-            for _ in range(WARM_UP):
-                self._step()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                self._step()
-            self._graph = graph
-        for _ in range(STEPS):
-            self._graph.replay()
+        with on_device_of(self._ids):
+            if self._graph is None:
+                for _ in range(WARM_UP):
+                    self._step()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    self._step()
+                self._graph = graph
+            for _ in range(STEPS):
+                self._graph.replay()
 
     @torch.no_grad()
     def _step(self) -> None:
@@ -207,7 +226,10 @@ class ManyTexts:
 
 
 def attend_texts(B: int, q: Tensor, k: Tensor, v: Tensor, _: Any) -> Tensor:
-    """Return attention of B whole texts: q [G, group * T, E] over k, v [G, T, E]."""
+    """Return attention [G, group * T, E] of B whole texts of one length, T rows in all.
+
+    q has that shape, k and v are [G, T, E].
+    """
     G, T, E = k.shape
     texts = q.view(G, -1, B, T // B, E).permute(2, 0, 1, 3, 4)  # [B, G, group, length, E]
     k, v = (t.view(G, B, -1, E).transpose(0, 1) for t in (k, v))
@@ -217,7 +239,7 @@ def attend_texts(B: int, q: Tensor, k: Tensor, v: Tensor, _: Any) -> Tensor:
 
 
 def overwrite(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """Put the keys or values of a pass in the place of those of the pass before."""
+    """Replace the keys or values in a cache [G, T, E] by `rows` of that shape."""
     cache.copy_(rows)
 
 
@@ -233,6 +255,7 @@ def features_of(
     The last D columns are what the LM head reads, those before the auxiliary hidden states.
     """
     device, dtype = model.norm.weight.device, model.norm.weight.dtype
+    require_whole(model, max((len(c.ids) for c in conversations), default=0))
     order = sorted(range(len(conversations)), key=lambda i: len(conversations[i].ids))
     features: list[Tensor] = [torch.empty(0)] * len(order)
     while order:

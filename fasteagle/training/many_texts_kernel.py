@@ -49,7 +49,7 @@ def prefixes_kernel(  # type: ignore[no-untyped-def]
 
 
 def attend_prefixes(q: Tensor, k_cache: Tensor, v_cache: Tensor, last: Tensor) -> Tensor:
-    """Return attention of q [G, group * B, E] over caches [B, G, S, E], as `attend` does."""
+    """Return `many_texts.attend` [G, group * B, E] for E that is a power of two, 16 or more."""
     B, G, S, E = k_cache.shape
     q, out, group = q.contiguous(), torch.empty_like(q), q.shape[1] // B
     rows = max(ROWS, triton.next_power_of_2(group))

@@ -58,7 +58,7 @@ def train_head(
     if device is not None and runtime_options.device == "auto":
         runtime_options = dataclasses.replace(runtime_options, device=device)
     opened = open_model(model, runtime_options)
-    init = _init_head(opened.checkpoint.config, run.init, options)
+    init = init_head(opened.checkpoint.config, run.init, options)
     data = _data(opened, runtime_options, run, options.draft_vocab_size)
     runtime = opened.loaded(runtime_options)
     identity = fingerprint(runtime.checkpoint)
@@ -73,7 +73,7 @@ def train_head(
     held_out = choose_held_out(conversations, run.held_out)
     training = [c for i, c in enumerate(conversations) if i not in set(held_out)]
     target = runtime.engine.model
-    draft_ids = _draft_ids(training, init, target.config.vocab_size, options)
+    draft_ids = draft_ids_for(training, init, target.config.vocab_size, options)
     if init is None:
         head = new_head(target, draft_ids, options)
     else:
@@ -148,7 +148,7 @@ def _conversations(runtime: Runtime, run: TrainRun, data: list[Conversation]) ->
     return conversations
 
 
-def _init_head(config: ModelConfig, path: Path | None, options: TrainOptions) -> EagleHead | None:
+def init_head(config: ModelConfig, path: Path | None, options: TrainOptions) -> EagleHead | None:
     """Return the draft head in --init; raise `FasteagleError` if it is of another kind."""
     aux_layers = options.aux_layers_of(config.n_layer)
     if path is None:
@@ -169,7 +169,7 @@ def _init_head(config: ModelConfig, path: Path | None, options: TrainOptions) ->
     raise FasteagleError(f"{path}: the head is of another kind: give {option}")
 
 
-def _draft_ids(
+def draft_ids_for(
     training: Sequence[Conversation], init: EagleHead | None, vocab_size: int, options: TrainOptions
 ) -> Tensor:
     """Return the ascending ids that the head drafts: of `init` where the options name no size."""

@@ -17,7 +17,17 @@ from fasteagle.drafting.ladder import (
     ranks_of,
 )
 from fasteagle.drafting.pauses import FIRST_PAUSE, LONGEST_PAUSE, SETTLED, Pauses
-from fasteagle.drafting.policy import BLOCK, LOOKED_UP, LOOKED_UP_ROW, REACH, Outcome, Policy, name
+from fasteagle.drafting.policy import (
+    BLOCK,
+    FEWEST,
+    LONGEST_BLOCK,
+    LOOKED_UP,
+    LOOKED_UP_ROW,
+    REACH,
+    Outcome,
+    Policy,
+    name,
+)
 from fasteagle.drafting.thresholds import Honesty
 from fasteagle.shapes import FusedShape, GatedChain, TreeShape
 from helpers import ROWS, costs
@@ -172,6 +182,27 @@ def test_plain_passes_are_timed_in_blocks_which_become_rare():
             policy.learn(CHAIN, Outcome(2, 0, 3, True, (0.8, 0.7, 0.6), 7.0, 1.2, 5.4))
     assert 3 <= len(blocks) <= 6 and all(5 <= n <= BLOCK for n in blocks)
     assert policy.plain_ms == 5.0
+
+
+@pytest.mark.parametrize(
+    ("pace", "passes"),
+    [
+        (lambda n: 2.55, 2 * BLOCK),
+        (lambda n: 2.55 * 0.9 ** min(n, 20), 5 * BLOCK),
+        (lambda n: 2.55 * 0.99**n, LONGEST_BLOCK),
+        (lambda n: 4.0, FEWEST),
+    ],
+)
+def test_a_block_lasts_until_its_passes_become_no_faster(pace, passes):
+    """A cycle that drafts brings two tokens in the time of two plain passes of 2.55 ms."""
+    policy = policy_of(QUIET)
+    while not policy._block:
+        policy.learn(CHAIN, Outcome(1, 0, 1, True, (0.5,), 5.1, 0.5, 3.1))
+    n = 0
+    while policy._block:
+        policy.learn(None, Outcome(ms=pace(n), verify_ms=pace(n)))
+        n += 1
+    assert n == passes
 
 
 @pytest.mark.parametrize("cold", [1.0, 1.3, 1.5])

@@ -167,8 +167,11 @@ def test_memory_does_not_grow(live):
         return len(gc.get_objects()), threading.active_count(), rss
 
     ask(100)
-    (objects, threads, rss), after = ask(20), ask(200)
-    assert after[0] < objects + 100 and after[1] <= threads + 1 and after[2] < 1.02 * rss
+    (objects, threads, rss), *after = ask(20), ask(200), ask(20)
+    # Of two looks the smaller number: other threads make objects of their own meanwhile.
+    assert min(now[0] for now in after) < objects + 100
+    assert min(now[1] for now in after) <= threads + 1
+    assert after[-1][2] < 1.02 * rss
 
 
 def test_a_second_server_on_the_port_is_one_line(live, serve_dir):

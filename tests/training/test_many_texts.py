@@ -9,15 +9,16 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading.heads.read import load_head
 from fasteagle.loading.open import open_model
 from fasteagle.options import SamplingParams
-from fasteagle.prompts import read_conversations
+from fasteagle.prompts import Conversation, read_conversations
 from fasteagle.training import many_texts
 from fasteagle.training.dialogues import Request
 from fasteagle.training.many_texts import ManyTexts, features_of
-from helpers import SCRIPTS, Letters, write_questions, write_random_text
+from helpers import SCRIPTS, Letters, random_target, tiny_config, write_questions, write_random_text
 
 GREEDY, DRAWN = SamplingParams(), SamplingParams(1.0)
 
@@ -87,7 +88,7 @@ def test_draws_follow_the_temperature(target, tokenizer):
     features = Engine(target, 256).features(tokenizer.encode("abcd"))
     wanted = (target.lm_head(features[-1:])[0].float() / 0.7).softmax(-1)
     shares = torch.tensor(drawn).bincount(minlength=len(wanted)) / len(drawn)
-    assert (shares - wanted).abs().sum() < 0.25  # total variation of a sample of this size: 0.1
+    assert (shares - wanted).abs().sum() / 2 < 0.125  # 0.05 is usual for a sample of this size
 
 
 @pytest.mark.parametrize("layers", [(), (1, 2)])
@@ -113,56 +114,100 @@ def test_the_kernel_of_attention(card, dtype):
     torch.testing.assert_close(attend_prefixes(q, k, v, last).float(), wanted, atol=error, rtol=0)
 
 
-def test_a_head_is_trained_on_text_written_now(tiny_dir, tmp_path, monkeypatch):
+def test_what_is_refused(target, tokenizer):
+    writer = ManyTexts(target, tokenizer, 1, 32)
+    with pytest.raises(FasteagleError, match="temperature alone"):
+        writer.begin(0, request("abc", SamplingParams(1.0, top_p=0.9)))
+    target = random_target(tiny_config(sliding_window=24))
+    with pytest.raises(FasteagleError, match="32 tokens exceed the sliding window of 24"):
+        ManyTexts(target, tokenizer, 1, 32)
+    with pytest.raises(FasteagleError, match="sliding window"):
+        features_of(target, [Conversation([1] * 25, 2)])
+
+
+SMALL = {"batch_tokens": 200, "warmup": 1, "loss_vocab_size": 40}
+EAGLE3 = {"algorithm": "eagle3", "self_fed_steps": 1, "draft_vocab_size": 40, **SMALL}
+
+
+@pytest.fixture
+def run(tiny_dir, tmp_path, monkeypatch):
+    """Runs the script on the tiny model with these recipes."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
     import train_on_card
 
+    measured = write_random_text(tmp_path / "m.jsonl", 3, 30)
+    words = ["--model", tiny_dir, "--device", "cpu", "--measure-on", measured]
+    words += ["--recipes", tmp_path / "recipes.json", "--length", 200, "--out", tmp_path / "out"]
+
+    def run(recipes, *more):
+        (tmp_path / "recipes.json").write_text(json.dumps(recipes))
+        command = [str(word) for word in (*words, *more)]
+        return CliRunner().invoke(train_on_card.main, command)
+
+    return run
+
+
+def test_heads_are_trained_on_text_written_now(run, tiny_dir, tmp_path):
     prompts = write_questions(
         tmp_path / "prompts.jsonl", *([f"Ask {i}.", "More."] for i in range(9))
     )
-    small = {"batch_tokens": 200, "warmup": 1, "draft_vocab_size": 40, "loss_vocab_size": 40}
     recipes = {
-        "one": {"seconds": 0.5, "options": small},
-        "three": {
-            "seconds": 0.5,
-            "options": small | {"algorithm": "eagle3", "self_fed_steps": 1, "tap_layers": [0, 1]},
-        },
+        "one": {"seconds": 0.5, "options": {"draft_vocab_size": 40, **SMALL}},
+        "three": {"seconds": 0.5, "options": {**EAGLE3, "tap_layers": [0]}},
+        "other": {"seconds": 0.5, "options": {**EAGLE3, "tap_layers": [1]}},
     }
-    (tmp_path / "recipes.json").write_text(json.dumps(recipes))
-    measured = write_random_text(tmp_path / "m.jsonl", 3, 30)
-    words = ["--model", tiny_dir, "--device", "cpu", "--measure-on", measured]
-    words += ["--recipes", tmp_path / "recipes.json", "--slots", 4]
-    words += ["--length", 200, "--answer-tokens", 20, "--out", tmp_path / "out"]
-
-    def run(*more):
-        return CliRunner().invoke(train_on_card.main, [str(word) for word in (*words, *more)])
-
-    done = run("--prompts", prompts, "--write-seconds", 2)
+    more = ["--prompts", prompts, "--slots", 4, "--answer-tokens", 20, "--write-seconds", 2]
+    done = run(recipes, *more)
     assert done.exit_code == 0, done.output
+    assert done.stderr.count("features of") == 3  # those of other layers are computed anew
     config = open_model(str(tiny_dir)).checkpoint.config
     assert read_conversations(tmp_path / "out/text.jsonl", config.vocab_size, 200)
-    for name in ("one", "three"):
+    for name, layers in (("one", ()), ("three", (0,)), ("other", (1,))):
         head, _ = load_head(tmp_path / "out" / name, config)
-        assert len(head.config.aux_layers) == (2 if name == "three" else 0)
+        assert head.config.aux_layers == layers
         record = json.loads((tmp_path / "out" / name / "training.json").read_text())
-        assert (
-            record["header"]["steps"] == record["options"]["steps"] == record["history"][-1]["step"]
-        )
-    recipes = {"again": {"seconds": 0.2, "init": str(tmp_path / "out/one"), "options": small}}
-    del small["draft_vocab_size"]
-    (tmp_path / "recipes.json").write_text(json.dumps(recipes))
-    done = run("--text", tmp_path / "out/text.jsonl")
+        assert record["header"]["steps"] == record["options"]["steps"]
+        assert record["header"]["steps"] == record["history"][-1]["step"]
+    init = str(tmp_path / "out/one")
+    done = run({"again": {"seconds": 0.2, "init": init, "options": SMALL}}, *text_of(tmp_path))
     assert done.exit_code == 0, done.output
     before = json.loads((tmp_path / "out/one/training.json").read_text())["header"]
     tau = re.search(r"before: tau ([\d.]+)", done.stderr)
     assert float(tau[1]) == pytest.approx(before["tau"], abs=0.05)  # it was saved in bf16
-    for wrong, said in (
+
+
+def text_of(tmp_path):
+    """Options that name a text of an earlier run."""
+    return "--text", write_random_text(tmp_path / "text.jsonl", 9, 40)
+
+
+@pytest.mark.parametrize(
+    ("recipes", "said"),
+    [
         ([], "it is no JSON object"),
         ({"one": {"seconds": 1}}, "'options' is missing"),
-        ({"one": {"seconds": 1, "options": {"rate": 1}}}, "expected"),
+        ({"one": {"seconds": 1, "options": {"rate": 1}}}, "one has an unknown 'rate'"),
+        ({"one": {"seconds": 1, "options": {}, "inti": "head"}}, "one has an unknown 'inti'"),
         ({"one": {"seconds": 1, "options": {"lr": 2}}}, "lr"),
-    ):
-        (tmp_path / "recipes.json").write_text(json.dumps(wrong))
-        done = run()
-        assert done.exit_code == 2
-        assert said in done.stderr.splitlines()[-1]
+        ({"one": {"seconds": 1, "options": {}, "init": "/none"}}, "/none"),
+    ],
+)
+def test_recipes_that_are_none(run, tmp_path, recipes, said):
+    done = run(recipes, *text_of(tmp_path))
+    assert done.exit_code == 2
+    assert said in done.stderr.splitlines()[-1]
+
+
+def test_a_recipe_that_fails_is_named_at_the_end(run, tmp_path):
+    recipes = {
+        "wild": {"seconds": 0.1, "options": {**SMALL, "lr": 1.0, "clip": 1e30, "ce_weight": 1e38}},
+        "good": {"seconds": 0.1, "options": SMALL},
+    }
+    done = run(recipes, *text_of(tmp_path))
+    assert done.exit_code == 2
+    assert done.stderr.splitlines()[-1] == "Error: not trained: wild"
+    assert (tmp_path / "out/good/model.safetensors").exists()
+    good = {"good": recipes["good"]}
+    assert "no room for any text" in run(good, *text_of(tmp_path), "--feature-gib", 1e-6).stderr
+    done = run(good, *text_of(tmp_path), "--slots", 4)
+    assert "--slots has no meaning with --text" in done.stderr
