@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from fasteagle.bench.options import DEFAULT_ROWS, PRECISIONS, BenchOptions
 from fasteagle.bench.plot import check_plot, plot
@@ -31,7 +30,7 @@ from fasteagle.bench.row_spec import ROW_NAMES
 from fasteagle.bench.run import run
 from fasteagle.bench.several import HEADINGS, largest_batch, measure_sizes
 from fasteagle.bench.simulate import check_simulated
-from fasteagle.cli.command import Script
+from fasteagle.cli.command import Script, refuse_given
 from fasteagle.cli.options import BENCH_MODEL, DRAFT, FILE, Numbers, comma_list, groups
 from fasteagle.errors import FasteagleError, note
 from fasteagle.llm import MOST_AT_ONCE, open_llm
@@ -161,12 +160,7 @@ def _write(path: Path, report: dict[str, Any]) -> None:
 
 def _check_batch(sizes: Sequence[int]) -> None:
     """Raise `FasteagleError` for sizes of --batch that cannot be, and for options of rows."""
-    context = click.get_current_context()
-    for option in context.command.params:
-        name = option.name or ""
-        if name in OF_ROWS and context.get_parameter_source(name) is not ParameterSource.DEFAULT:
-            flag = (*option.opts, *option.secondary_opts)[-1]
-            raise FasteagleError(f"{flag} has no meaning with --batch: drop one")
+    refuse_given(OF_ROWS, "--batch")
     for size in sizes:
         if not 1 <= size <= MOST_AT_ONCE:
             raise FasteagleError(f"batch {size} is out of range: use 1 .. {MOST_AT_ONCE}")

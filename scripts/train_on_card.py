@@ -22,40 +22,38 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
-from click.core import ParameterSource
 
-from fasteagle.cli.command import Script
+from fasteagle.cli.command import Script, refuse_given
 from fasteagle.cli.options import FILE
 from fasteagle.config import ModelConfig
 from fasteagle.config_fields import parse_json
 from fasteagle.device import TORCH_DTYPES, pick_device, pick_dtype
 from fasteagle.errors import FasteagleError, note
 from fasteagle.loading.checkpoint import load_model
-from fasteagle.loading.heads.read import with_vocabulary
-from fasteagle.loading.heads.write import save_head
-from fasteagle.loading.open import OpenedModel, Runtime, open_model
+from fasteagle.loading.open import OpenedModel, open_model
 from fasteagle.loading.tensors import fingerprint
-from fasteagle.model import EagleHead, Transformer
+from fasteagle.model import Transformer
 from fasteagle.options import DEFAULT_MODEL
-from fasteagle.paths import require_writable, write_atomic
+from fasteagle.paths import require_writable
 from fasteagle.prompts import Conversation, expecting, read_conversations
-from fasteagle.training.data import Features, frequent_tokens
+from fasteagle.training.data import Features
 from fasteagle.training.dialogues import Conversations, Conversing, hold
 from fasteagle.training.many_texts import ManyTexts, features_of
 from fasteagle.training.options import DataOptions, TrainOptions
-from fasteagle.training.train import Trainer, head_header, new_head
-from fasteagle.training.train_head import draft_ids_for, init_head
+from fasteagle.training.train import Trainer, TrainingBar
+from fasteagle.training.train_head import head_to_train, init_head, write_head
 
 TEMPERATURES = ("0", "0", "0.8", "1")
 WAITING = 256  # requests ready for slots that become free
 PROBE = 24  # steps that tell how many fit into a recipe's seconds
 EVALUATIONS = 3  # in a run
+OF_WRITING = "prompts", "exclude", "write_seconds", "slots", "answer_tokens"  # not with --text
 
 
 class Enough(Exception):
@@ -70,15 +68,6 @@ class Recipe:
     options: TrainOptions
     seconds: float
     init: Path | None = None
-
-    def head(self, target: Transformer, texts: Sequence[Conversation]) -> EagleHead:
-        """Return the draft head before its training."""
-        config, options = target.config, self.options
-        init = init_head(config, self.init, options)
-        ids = draft_ids_for(texts, init, config.vocab_size, options)
-        if init is not None:
-            return with_vocabulary(init, ids, target.head_rows)
-        return new_head(target, ids, options)
 
 
 def read_recipes(path: Path, config: ModelConfig) -> list[Recipe]:
@@ -180,12 +169,9 @@ def train(
     out: Path,
 ) -> None:
     """Train the draft head of one recipe and write it to `out`."""
-    name, options, texts = recipe.name, recipe.options, store.conversations[n_measured:]
-    head = recipe.head(target, texts)
-    ids = head.target_ids().cpu()
-    loss_ids = frequent_tokens(texts, min(options.loss_vocab_size, len(ids)), among=ids)
-    if head.own_lm_head is not None:
-        loss_ids = ids
+    options, texts = recipe.options, store.conversations[n_measured:]
+    init = init_head(target.config, recipe.init, options)
+    head, loss_ids = head_to_train(target, texts, init, options)
     held_out = list(range(n_measured))
 
     def trainer(head: Any, steps: int, folder: Path) -> Trainer:
@@ -205,41 +191,13 @@ def train(
         except Enough:
             each = statistics.median(b - a for a, b in itertools.pairwise(times[PROBE // 2 :]))
     run = trainer(head, max(EVALUATIONS, int(recipe.seconds / each)), out)
-    note(f"{name}: {run.options.steps:,} steps of {1e3 * each:.1f} ms; before: {run.evaluate()}")
-    begin = time.perf_counter()
-    run.run(
-        lambda entry: note(f"{name} {time.perf_counter() - begin:.0f} s: {short(entry)}"),
-        every=-(-run.options.steps // EVALUATIONS),
-        save_every=1 << 30,
-    )
-    n_tokens = sum(len(c.ids) for c in texts)
-    runtime: Any = Runtime(opened.name, opened.checkpoint, opened.tokenizer, None)
-    header = head_header(head, runtime, fingerprint(opened.checkpoint), n_tokens, run.history[-1])
-    header |= {"steps": run.step, "recipe": run.options.recipe}
-    save_head(out, head, header, torch.bfloat16)
-    record = {
-        "header": header,
-        "options": dataclasses.asdict(run.options),
-        "command": " ".join(["python", *sys.argv]),
-        "recipe": {"seconds": recipe.seconds, "init": str(recipe.init) if recipe.init else None},
-        "history": run.history,
-    }
-    write_atomic(out / "training.json", (json.dumps(record, indent=1) + "\n").encode())
-    (out / "state.pt").unlink(missing_ok=True)
-
-
-def require_no(context: click.Context, names: Sequence[str]) -> None:
-    """Raise `FasteagleError` for options that have no meaning beside --text."""
-    for name in names:
-        if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
-            option = name.replace("_", "-")
-            raise FasteagleError(f"--{option} has no meaning with --text: drop one")
-
-
-def short(entry: dict[str, Any]) -> str:
-    alphas = " ".join(f"{alpha:.3f}" for alpha in entry["alphas"])
-    held = f"tau {entry['tau']:.3f}, n-alpha {alphas}, TV {entry['tv'][0]:.3f}"
-    return f"step {entry['step']:,}, loss {entry['loss']:.4f}, {held}, {entry['tok_s']:,} tok/s"
+    steps = run.options.steps
+    note(f"{recipe.name}: {steps:,} steps of {1e3 * each:.1f} ms; before: {run.evaluate()}")
+    with TrainingBar(run) as bar:
+        run.run(bar.report, -(-steps // EVALUATIONS), save_every=1 << 30, tick=bar.tick)
+    n_tokens, identity = sum(len(c.ids) for c in texts), fingerprint(opened.checkpoint)
+    begun = {"seconds": recipe.seconds, "init": str(recipe.init) if recipe.init else None}
+    write_head(run, opened, identity, n_tokens, ["python", *sys.argv], recipe=begun)
 
 
 @click.command(cls=Script, help=__doc__)
@@ -256,9 +214,7 @@ def short(entry: dict[str, Any]) -> str:
 @click.option("--answer-tokens", default=256, show_default=True)
 @click.option("--feature-gib", default=40.0, show_default=True, help="Memory for features.")
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True)
-@click.pass_context
 def main(
-    context: click.Context,
     model: str,
     device: str,
     prompts: Path | None,
@@ -274,6 +230,8 @@ def main(
     out: Path,
 ) -> None:
     require_writable(out / "text.jsonl")
+    if text is not None:
+        refuse_given(OF_WRITING, "--text")
     opened = open_model(model)
     place, config = pick_device(device), opened.checkpoint.config
     chosen = read_recipes(recipes, config)
@@ -289,7 +247,6 @@ def main(
     )
     target.requires_grad_(False)
     if text is not None:
-        require_no(context, ["prompts", "exclude", "write_seconds", "slots", "answer_tokens"])
         texts = read_conversations(text, config.vocab_size, length)
     else:
         common: dict[str, Any] = {
@@ -304,16 +261,15 @@ def main(
             sources.append(Conversations(DataOptions(prompts=prompts, **common)))
         texts = write_texts(target, opened, sources, slots, length, write_seconds)
         write_lines(out / "text.jsonl", texts)
-    store, computed, failed = None, None, []
+    store: Features | None = None
+    computed, failed = None, []
     for recipe in chosen:
         layers = recipe.options.aux_layers_of(config.n_layer)
         try:
             if store is None or computed != layers:
                 store = None  # before the next one takes its memory
-                store, computed = (
-                    kept_features(target, measured, texts, layers, feature_gib),
-                    layers,
-                )
+                store = kept_features(target, measured, texts, layers, feature_gib)
+                computed = layers
             train(recipe, target, opened, store, len(measured), out / recipe.name)
         except FasteagleError as error:  # the others may end well
             note(f"{recipe.name}: {error}")

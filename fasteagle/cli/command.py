@@ -8,10 +8,11 @@ import errno
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from fasteagle.errors import FasteagleError, is_out_of_memory, require_linux
 
@@ -103,3 +104,13 @@ class Script(click.Command):
 
 class Cli(Script, click.Group):
     """Group of the `fasteagle` commands."""
+
+
+def refuse_given(names: Collection[str], other: str) -> None:
+    """Raise `FasteagleError` for options in `names` that are given, and do nothing with `other`."""
+    context = click.get_current_context()
+    for option in context.command.params:
+        name = option.name or ""
+        if name in names and context.get_parameter_source(name) is not ParameterSource.DEFAULT:
+            flag = (*option.opts, *option.secondary_opts)[-1]
+            raise FasteagleError(f"{flag} has no meaning with {other}: drop one")

@@ -305,11 +305,10 @@ class Policy:
         longer nothing else is read in between: 3.3 ms after 50 passes, for instance, 5 ms before.
         """
         before, now = self._block_ms, self.plain_ms
-        goes_on = before is None or now < FALLING * before
-        goes_on = goes_on and self._in_a_row < LONGEST_BLOCK
-        self._block_ms = now if goes_on else None
-        self._block = BLOCK if goes_on else 0
-        return goes_on
+        if self._in_a_row >= LONGEST_BLOCK or (before is not None and now >= FALLING * before):
+            return False
+        self._block, self._block_ms = BLOCK, now
+        return True
 
     def _learn_size(self, size: Size, outcome: Outcome) -> None:
         for other in self._sizes.values():

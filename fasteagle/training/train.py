@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fasteagle.config import Eagle3Config, HeadConfig, draft_block
 from fasteagle.errors import FasteagleError
-from fasteagle.loading.open import Runtime
+from fasteagle.loading.open import OpenedModel, Runtime
 from fasteagle.loading.pickles import unpickled
 from fasteagle.model import Eagle3Head, EagleHead, Transformer, make_head
 from fasteagle.paths import replacing
@@ -287,7 +287,11 @@ class TrainingBar:
 
 
 def head_header(
-    head: EagleHead, target: Runtime, identity: str, n_tokens: int, held: dict[str, Any]
+    head: EagleHead,
+    target: Runtime | OpenedModel,
+    identity: str,
+    n_tokens: int,
+    held: dict[str, Any],
 ) -> dict[str, Any]:
     """Return the header of a trained draft head's file; `held` is `HeldOut.as_dict`."""
     scheme = target.checkpoint.scheme

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from fasteagle.loading.heads.read import load_head, with_vocabulary
 from fasteagle.loading.heads.write import save_head
 from fasteagle.loading.open import OpenedModel, Runtime, open_model
 from fasteagle.loading.tensors import files_digest, fingerprint
-from fasteagle.model import EagleHead
+from fasteagle.model import EagleHead, Transformer
 from fasteagle.option_fields import require_unset
 from fasteagle.options import RuntimeOptions
 from fasteagle.paths import cache_dir, require_writable, write_atomic
@@ -73,15 +74,7 @@ def train_head(
     held_out = choose_held_out(conversations, run.held_out)
     training = [c for i, c in enumerate(conversations) if i not in set(held_out)]
     target = runtime.engine.model
-    draft_ids = draft_ids_for(training, init, target.config.vocab_size, options)
-    if init is None:
-        head = new_head(target, draft_ids, options)
-    else:
-        head = with_vocabulary(init, draft_ids, target.head_rows)
-    loss_size = min(options.loss_vocab_size, len(draft_ids))
-    if head.own_lm_head is not None:
-        loss_size = len(draft_ids)  # all of its rows are trained
-    loss_ids = frequent_tokens(training, loss_size, among=draft_ids)
+    head, loss_ids = head_to_train(target, training, init, options)
     origin = f"{text} {None if run.init is None else files_digest(run.init)}"
     trainer = Trainer(head, target, store, held_out, loss_ids, options, run.out, origin, ranks)
     if run.resume and trainer.resume() and ranks.is_first:
@@ -89,7 +82,8 @@ def train_head(
     if ranks.is_first:
         with TrainingBar(trainer) as bar:
             trainer.run(bar.report, run.every, patience=run.patience, tick=bar.tick)
-        _finish(trainer, runtime, identity, sum(len(c.ids) for c in training), run)
+        n_tokens = sum(len(c.ids) for c in training)
+        write_head(trainer, runtime, identity, n_tokens, ["fasteagle", *sys.argv[1:]])
     else:
         trainer.run(lambda entry: None, run.every, patience=run.patience)
     ranks.wait()
@@ -169,7 +163,25 @@ def init_head(config: ModelConfig, path: Path | None, options: TrainOptions) -> 
     raise FasteagleError(f"{path}: the head is of another kind: give {option}")
 
 
-def draft_ids_for(
+def head_to_train(
+    target: Transformer,
+    training: Sequence[Conversation],
+    init: EagleHead | None,
+    options: TrainOptions,
+) -> tuple[EagleHead, Tensor]:
+    """Return the draft head before its training, and the target ids of its loss, ascending."""
+    draft_ids = _draft_ids(training, init, target.config.vocab_size, options)
+    if init is None:
+        head = new_head(target, draft_ids, options)
+    else:
+        head = with_vocabulary(init, draft_ids, target.head_rows)
+    loss_size = min(options.loss_vocab_size, len(draft_ids))
+    if head.own_lm_head is not None:
+        loss_size = len(draft_ids)  # all of its rows are trained
+    return head, frequent_tokens(training, loss_size, among=draft_ids)
+
+
+def _draft_ids(
     training: Sequence[Conversation], init: EagleHead | None, vocab_size: int, options: TrainOptions
 ) -> Tensor:
     """Return the ascending ids that the head drafts: of `init` where the options name no size."""
@@ -205,20 +217,29 @@ def _features(
     return cached_features(engine, conversations, folder, progress, aux_layers, ranks)
 
 
-def _finish(
-    trainer: Trainer, runtime: Runtime, identity: str, n_tokens: int, run: TrainRun
+def write_head(
+    trainer: Trainer,
+    target: Runtime | OpenedModel,
+    identity: str,
+    n_tokens: int,
+    command: Sequence[str],
+    **more: Any,
 ) -> None:
-    """Write the draft head, its header and the training curve; delete the optimizer's state."""
-    held = trainer.history[-1]  # a run ends with an evaluation
-    header = head_header(trainer.head, runtime, identity, n_tokens, held)
+    """Write the draft head, its header and the training curve; delete the optimizer's state.
+
+    `more` goes into the record of the run.
+    """
+    out, held = trainer.folder, trainer.history[-1]  # a run ends with an evaluation
+    header = head_header(trainer.head, target, identity, n_tokens, held)
     header |= {"steps": trainer.step, "recipe": trainer.options.recipe}
-    save_head(run.out, trainer.head, header, torch.bfloat16)
+    save_head(out, trainer.head, header, torch.bfloat16)
     record = {
         "header": header,
         "options": dataclasses.asdict(trainer.options),
-        "command": " ".join(["fasteagle", *sys.argv[1:]]),
+        "command": " ".join(command),
+        **more,
         "history": trainer.history,
     }
-    write_atomic(run.out / "training.json", (json.dumps(record, indent=1) + "\n").encode())
-    (run.out / "state.pt").unlink(missing_ok=True)
-    note(f"head written to {run.out}: 0-alpha {held['alphas'][0]:.3f}, chain tau {held['tau']:.2f}")
+    write_atomic(out / "training.json", (json.dumps(record, indent=1) + "\n").encode())
+    (out / "state.pt").unlink(missing_ok=True)
+    note(f"head written to {out}: 0-alpha {held['alphas'][0]:.3f}, chain tau {held['tau']:.2f}")

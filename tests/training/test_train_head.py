@@ -129,7 +129,7 @@ def test_a_run_goes_on_only_with_the_head_that_it_began_from(
     made = invoke(*command(tiny_dir, text_file, first, "--steps", 1))
     assert made.exit_code == 0, made.stderr
     train = command(tiny_dir, text_file, out, "--steps", 1, "--init", first, "--resume")
-    monkeypatch.setattr(module, "_finish", lambda *rest: None)  # as if it was killed before
+    monkeypatch.setattr(module, "write_head", lambda *rest: None)  # as if it was killed before
     assert invoke(*train).exit_code == 0
     same = invoke(*train)
     assert same.exit_code == 0 and "continuing at step 1" in same.stderr
