@@ -55,8 +55,12 @@ class Machine:
     def noisy(self, ms: float) -> float:
         return ms * self.random.uniform(0.95, 1.05) * (10 if self.random.random() < 0.002 else 1)
 
+    def begin_pass(self, drafted: bool) -> None:
+        """Note whether anything was drafted for the pass that follows."""
+
     def plain(self) -> Outcome:
         self.drafted = 0
+        self.begin_pass(False)
         return Outcome(ms=self.noisy(self.true.plain), verify_ms=self.noisy(self.true.passes[1]))
 
     def accepted(self, n: int) -> int:
@@ -91,6 +95,7 @@ class Machine:
         return paths, levels
 
     def chain(self, policy: Policy) -> Outcome:
+        self.begin_pass(True)
         paths, levels = self.drafted_chain(policy)
         n = len(paths)
         draft = self.noisy(self.true.draft(GatedChain(levels)))
@@ -108,7 +113,7 @@ class Machine:
         """
         written, spent, drafted = 0, 0.0, 0
         while written < tokens:
-            rows, ms = n, self.true.other + self.shared_draft(company, n)
+            rows, ms, before = n, self.true.other + self.shared_draft(company, n), drafted
             for i in range(n):
                 outcome, shape = Outcome(), None if i < n_plain else company.next_shape
                 ms += looking_ms if shape is not None else 0.0
@@ -123,6 +128,7 @@ class Machine:
                     outcome = Outcome(self.accepted(k), 0, k, True, paths, draft_ms=draft)
                 company.learn(shape, outcome)
                 rows, written = rows + outcome.drafted, written + 1 + outcome.accepted
+            self.begin_pass(drafted > before)
             ms += self.noisy(sum(map(self.true.verify, passes_of(rows))))
             company.end_pass(ms)
             spent += ms
@@ -151,13 +157,8 @@ class SharedCache(Machine):
     def noisy(self, ms: float) -> float:
         return super().noisy(ms) * (self.cold - (self.cold - 1) * self.kept)
 
-    def plain(self) -> Outcome:
-        self.kept += (1 - self.kept) / 25
-        return super().plain()
-
-    def chain(self, policy: Policy) -> Outcome:
-        self.kept *= 0.92
-        return super().chain(policy)
+    def begin_pass(self, drafted: bool) -> None:
+        self.kept += -0.08 * self.kept if drafted else (1 - self.kept) / 25
 
 
 def passes_of(rows: int) -> list[int]:

@@ -11,18 +11,15 @@ from __future__ import annotations
 
 from collections import Counter
 
-from fasteagle.drafting.pauses import LONGEST_PAUSE, Pauses
+from fasteagle.drafting.pauses import BLOCK, FIRST_DISTANCE, LONGEST_PAUSE, Pauses, PlainBlocks
 from fasteagle.drafting.policy import (
-    BLOCK,
     EVERY,
-    FIRST_DISTANCE,
     FORGOTTEN,
     INTERRUPTION,
-    LONGEST_DISTANCE,
+    LOOKED_UP_ROW,
     MARGIN,
     PRIOR_CYCLES,
     USUAL_CHAIN,
-    WARM,
     Average,
     Levels,
     Outcome,
@@ -75,16 +72,15 @@ class Sharing:
 
     def __init__(self, n: int, policy: Policy, distance: int = FIRST_DISTANCE) -> None:
         self.n = n
-        self.speeds: dict[AnyShape | None, Speed] = {}
+        self.speeds: dict[AnyShape, Speed] = {}  # of passes with trees
         self.gain: Average | None = None  # tokens of the draft head's chain over their worth
         self.pauses = Pauses()  # of the draft head
         # A text that begins to copy would not be noticed in a rest from all drafting.
         self.rests = Pauses(longest=LONGEST_REST if policy.looks_up else LONGEST_PAUSE)
-        # Plain passes left of a block that times them; it comes first where sizes are compared.
-        self.block = 0 if policy.is_gated else BLOCK
-        self.until_block = FIRST_DISTANCE if policy.is_gated else distance  # drafted passes
-        self.distance = distance
-        self.in_a_row = 0  # plain passes
+        self.blocks = PlainBlocks(n, distance, FIRST_DISTANCE if policy.is_gated else distance)
+        self.blocks.left = (
+            0 if policy.is_gated else BLOCK
+        )  # it comes first where sizes are compared
         self.size: AnyShape | None = None  # in use; None before the first decision
         self.since = 0  # drafted passes since the last decision
 
@@ -125,7 +121,7 @@ class Company:
     @property
     def next_shape(self) -> AnyShape | None:
         """Shape of the next tree of a sequence; None for a plain row."""
-        if self.policy is None or self._now.block or self._now.rests.left:
+        if self.policy is None or self._now.blocks.left or self._now.rests.left:
             return None
         if not self.policy.is_gated:
             return self._now.size
@@ -159,23 +155,25 @@ class Company:
         if not n or self.policy is None:
             return
         if n not in self._all:
-            self._all[n] = Sharing(n, self.policy, self._now.distance)
+            self._all[n] = Sharing(n, self.policy, self._now.blocks.distance)
         own = self._now = self._all[n]
         # Where some sequences may not draft, a pass is one of those that do.
-        kinds = list(shapes.keys() - {None}) or [None]
-        drafted = kinds != [None]
-        own.in_a_row = 0 if drafted else own.in_a_row + 1
-        if len(kinds) == 1 and (drafted or own.in_a_row > WARM):
+        kinds = [shape for shape in shapes if shape is not None]
+        if kinds:
+            own.blocks.in_a_row = 0
+        else:
+            own.blocks.add(ms)
+        if len(kinds) == 1:
             self._kind(self.policy, own, kinds[0]).add(accepted, ms)
         if self.policy.is_gated:
             self._set_prices(self.policy, own)
-        self._rest_or_draft(self.policy, own, drafted)
+        self._rest_or_draft(self.policy, own, bool(kinds))
 
-    def _kind(self, policy: Policy, own: Sharing, shape: AnyShape | None) -> Speed:
-        """Return the passes with trees of `shape`, or those of None without."""
+    def _kind(self, policy: Policy, own: Sharing, shape: AnyShape) -> Speed:
+        """Return the passes with trees of `shape`."""
         if shape not in own.speeds:
             n, speed = own.n, Speed(own.n)
-            if shape is not None and not policy.is_gated:
+            if not policy.is_gated:
                 ms = self._draft_ms(policy, n, shape) + n * policy.costs.other
                 ms += policy.pass_ms(n * shape.rows)
                 speed = Speed(n, n * policy.accepted(shape), ms)
@@ -190,51 +188,50 @@ class Company:
         # A run over the rows of all costs more than one of a sequence as passes of the target do.
         return ms * policy.pass_ms(n * shape.topk) / policy.pass_ms(shape.topk)
 
-    def _speed_of(self, policy: Policy, own: Sharing, shape: AnyShape | None) -> float:
+    def _speed_of(self, policy: Policy, own: Sharing, shape: AnyShape) -> float:
         return self._kind(policy, own, shape).mean(self._factor.mean())
 
     def _rest_or_draft(self, policy: Policy, own: Sharing, drafted: bool) -> None:
         """Begin or end a rest from drafting, or a block of plain passes."""
         if own.rests.left:
             if own.rests.wait():
-                for shape, speed in own.speeds.items():
-                    if shape is not None:
-                        speed.forget()
-        elif own.block:
-            own.block -= not drafted  # what is drafted was begun among other sequences
+                for speed in own.speeds.values():
+                    speed.forget()
+        elif own.blocks.left:
+            if not drafted:  # else it was begun among other sequences
+                own.blocks.wait(0.0 if own.size is None else self._speed_of(policy, own, own.size))
         elif drafted:
             own.rests.count()
-            own.until_block -= 1
-            if own.until_block <= 0:
-                own.distance = min(4 * own.distance, LONGEST_DISTANCE)
-                own.until_block, own.block = own.distance, BLOCK
+            if own.blocks.is_due():
+                own.blocks.begin()
                 return
-        self._choose_size(policy, own, drafted)
-        if not drafted or own.block or own.rests.probing:
+        size = self._choose_size(policy, own, drafted)
+        if not drafted or own.blocks.left or own.rests.probing:
             return
-        if 0 < self._speed_of(policy, own, own.size) < self._speed_of(policy, own, None):
+        if 0 < self._speed_of(policy, own, size) < own.blocks.speed:
             own.rests.begin()
 
-    def _choose_size(self, policy: Policy, own: Sharing, drafted: bool) -> None:
+    def _choose_size(self, policy: Policy, own: Sharing, drafted: bool) -> AnyShape:
         """Take the size with the most tokens per ms, now and then; gated chains are one size."""
         own.since += drafted
         if own.size is not None and own.since < EVERY:
-            return
+            return own.size
         own.since = 0
         speeds = {shape: self._speed_of(policy, own, shape) for shape in policy.shapes}
         best = max(speeds, key=speeds.__getitem__)
         if own.size is None or speeds[best] > MARGIN * speeds[own.size]:
             own.size = best
+        return own.size
 
     def _set_prices(self, policy: Policy, own: Sharing) -> None:
         self.head_gain = None
-        self._speed = max(self._speed_of(policy, own, shape) for shape in (None, policy.shapes[0]))
+        self._speed = max(own.blocks.speed, self._speed_of(policy, own, policy.shapes[0]))
         if not self._speed:
             return
         self._row_ms = policy.row_ms(own.n * self._width.mean(), ROWS_AHEAD)
         row, level = self._row_ms * self._speed, self._levels.ms * self._speed
         self.thresholds = Thresholds.at(row, level, policy.honesty)
-        self.lookup_threshold = between(row)
+        self.lookup_threshold = between(LOOKED_UP_ROW * row)
         if own.gain is None:
             usual = policy.accepted(policy.shapes[0])
             own.gain = Average(usual - USUAL_CHAIN * (row + level))

@@ -14,39 +14,29 @@ decoding. Then
 
 All times are those of the cycles themselves. The measured table that the policy begins with only
 gives the size to try first, and the cost of a further row and level. Plain passes are timed in
-blocks, first after a few cycles, because a single pass between others costs more than one of many:
-clocks rise with the load, and caches fill with weights.
+blocks, first after a few cycles (`PlainBlocks`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
-from statistics import median
 from typing import NamedTuple
 
 from fasteagle.drafting.costs import ROWS, Costs, Times
 from fasteagle.drafting.ladder import Ranks, expected
-from fasteagle.drafting.pauses import Pauses
+from fasteagle.drafting.pauses import ADVANTAGE, BLOCK, Pauses, PlainBlocks
 from fasteagle.drafting.thresholds import LONGEST, MEMORY, Honesty, Thresholds, between
 from fasteagle.shapes import AnyShape, GatedChain
 
-ADVANTAGE = 1.02  # speed over plain decoding, below which drafting pauses
 DOUBT = 0.4  # tolerated relative error, divided by the square root of the observed cycles
 MARGIN = 1.03  # speed over the size in use that another size must promise
 EVERY = 4  # cycles between decisions
 FORGOTTEN = 0.25  # weight of earlier cycles in the averages after a pause
 INTERRUPTION = 4.0  # times the usual time; more is an interruption of the process
 PRIOR_CYCLES = 4.0  # weight of an expectation, in cycles
-FIRST_DISTANCE, LONGEST_DISTANCE = 8, 512  # drafted cycles between two blocks of plain passes
 SHIFT, SETTLING = 1.2, 24  # change of drafted cycles' times that asks for a block, after so many
-BLOCK, FEWEST = 8, 5  # plain passes of a part of a block, and of the shortest block
-# Parts follow each other while each is so much faster than the one before it: two parts at least,
-# unless drafting is clearly faster sooner.
-FALLING, LONGEST_BLOCK = 0.99, 64
-WARM = 2  # first passes of a block, which are not counted
-OPTIMISM = 0.8  # a block ends early where plain passes would not pay at this share of their time
 COPIED = 4  # accepted looked-up tokens in a cycle from which the text counts as copied
 USUAL_CHAIN = 2  # verified tokens of a draft head's chain, on average
 REACH = 16  # tokens of a looked-up chain by default
@@ -152,16 +142,11 @@ class Policy:
         self.is_gated = any(isinstance(shape, GatedChain) for shape in shapes)
         self._passes = Times(costs.passes)
         self._levels = Levels(costs)
-        self._plain: deque[float] = deque(maxlen=BLOCK)
-        self._in_a_row = 0  # plain passes
+        self._blocks = PlainBlocks()
         self.honesty = Honesty()
         self._factor, self._drift = Average(1.0), Average(1.0)  # observed over expected
         self._copying = False
         self._since = 0  # cycles since the last decision
-        self._block = 0  # plain passes left of a block that times them
-        self._block_ms: float | None = None  # of its passes so far, the last ones
-        self._distance = FIRST_DISTANCE  # to the next block, in drafted cycles
-        self._until_block = FIRST_DISTANCE
         self._drift_then = 1.0  # when plain passes were timed last
         self._pauses = Pauses()
         self._shape: AnyShape | None = None
@@ -180,7 +165,7 @@ class Policy:
         """Shape of the next cycle's tree; None for a plain pass."""
         if self.is_gated and self.looks_up:
             return self.shapes[0]  # only the draft head pauses, also while plain passes are timed
-        return None if self._block else self._shape
+        return None if self._blocks.left else self._shape
 
     def _set_prices(self) -> None:
         """Derive thresholds and head gain of gated chains from the current `speed`."""
@@ -190,7 +175,7 @@ class Policy:
         row = max(row, self._passes.slope(self.shapes[0].rows))
         self.lookup_threshold = between(LOOKED_UP_ROW * row * speed)
         self.head_gain = None
-        if self._head and self._shape is not None and not self._block:
+        if self._head and self._shape is not None and not self._blocks.left:
             size = self._sizes[self._shape]
             worth = (self._ms(size) - self.plain_ms) * speed
             self.head_gain = max(0.0, size.tokens[False].mean(self.factor) - worth)
@@ -200,7 +185,7 @@ class Policy:
     @property
     def plain_ms(self) -> float:
         """Milliseconds of a plain cycle."""
-        return median(self._plain) if self._plain else self.costs.plain
+        return self._blocks.ms or self.costs.plain
 
     def row_ms(self, rows: float, more: int) -> float:
         """Return milliseconds per row of `more` rows in a pass that has `rows` without them."""
@@ -257,29 +242,26 @@ class Policy:
         self.used[shape if shape is not None and counts else looked_up] += 1
         if outcome.verify_ms is not None:
             self._passes.observe(1 + outcome.drafted, outcome.verify_ms)
-        self._in_a_row = self._in_a_row + 1 if is_plain else 0
         if is_plain:
-            self._learn_plain(outcome)
-        elif counts and shape in self._sizes:  # other shapes were launched by another policy
-            self._learn_size(self._sizes[shape], outcome)
-            self._after_drafting()
+            self._blocks.add(outcome.ms)
+            self._after_plain()
         else:
+            self._blocks.in_a_row = 0
             self._since += 1
-            if self._since >= EVERY:
+            if counts and shape in self._sizes:  # others were launched by another policy
+                self._learn_size(self._sizes[shape], outcome)
+                self._after_drafting()
+            elif self._since >= EVERY:
                 self._since = 0
                 self._set_prices()
         self._copying = outcome.by_lookup >= COPIED and not self.is_gated
 
-    def _learn_plain(self, outcome: Outcome) -> None:
-        if outcome.ms is not None and self._in_a_row > WARM:
-            self._plain.append(outcome.ms)
-        if self._block:
-            self._block -= 1
-            if not self._is_decided() and (self._block or self._still_falls()):
-                return
-            self._block, self._block_ms = 0, None
-            self._drift_then = self._drift.mean()
-            self._draft()
+    def _after_plain(self) -> None:
+        if self._blocks.left:
+            used = self._shape
+            if self._blocks.wait(0.0 if used is None else self._speed(used, self._copying)):
+                self._drift_then = self._drift.mean()
+                self._draft()
         elif self._shape is None:
             self._pauses.left -= 1
             if self._pauses.left <= 0 and (self._head or not self.is_gated):
@@ -290,25 +272,6 @@ class Policy:
                 self._set_prices()
             elif self._pauses.left % BLOCK == 0:  # plain passes are timed during the whole pause
                 self._set_prices()
-
-    def _is_decided(self) -> bool:
-        """Return whether further plain passes of a block would not change the decision."""
-        if self._in_a_row < FEWEST or self._shape is None:
-            return False
-        plain = ADVANTAGE / (OPTIMISM * self.plain_ms)
-        return plain < self._speed(self._shape, self._copying)
-
-    def _still_falls(self) -> bool:
-        """Let the block go on if its passes become faster; return whether it does.
-
-        Where other programs use the same cache, plain passes have more of their weights in it the
-        longer nothing else is read in between: 3.3 ms after 50 passes, for instance, 5 ms before.
-        """
-        before, now = self._block_ms, self.plain_ms
-        if self._in_a_row >= LONGEST_BLOCK or (before is not None and now >= FALLING * before):
-            return False
-        self._block, self._block_ms = BLOCK, now
-        return True
 
     def _learn_size(self, size: Size, outcome: Outcome) -> None:
         for other in self._sizes.values():
@@ -328,18 +291,15 @@ class Policy:
 
     def _after_drafting(self) -> None:
         """Begin a block of plain passes, or decide again, where it is time for it."""
-        self._since += 1
         self._pauses.count()
-        self._until_block -= 1
-        drafted = self._distance - self._until_block
+        drafted = self._blocks.distance - self._blocks.until + 1
         shift = self._drift.mean() / self._drift_then
         is_other = drafted > SETTLING and not 1 / SHIFT < shift < SHIFT
-        if self._until_block <= 0 or is_other:
-            self._distance = min(4 * self._distance, LONGEST_DISTANCE)
-            self._until_block, self._block = self._distance, BLOCK
+        if self._blocks.is_due() or is_other:
+            self._blocks.begin()
             self._set_prices()
             if is_other:
-                self._plain.clear()  # of another pace
+                self._blocks.forget()
         elif self._since >= EVERY:
             self._draft()
 

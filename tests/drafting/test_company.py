@@ -8,7 +8,7 @@ import pytest
 
 from fasteagle.drafting.company import Company
 from fasteagle.shapes import TreeShape
-from simulated_machine import CARD, QUIET, SLOW, Machine, policy_of
+from simulated_machine import CARD, QUIET, SLOW, Machine, SharedCache, policy_of
 
 
 @pytest.mark.parametrize("n", [2, 4])
@@ -49,6 +49,18 @@ def test_what_no_row_costs_counts_as_well():
     company._now.rests.left = 0
     while company.next_shape is None:  # it tries again
         machine.run_together(company, 8, 8)
+
+
+@pytest.mark.parametrize(("cold", "least"), [(1.0, 1.24), (1.5, 0.9)])
+def test_drafting_that_pushes_weights_out_of_the_cache_rests(cold, least):
+    """Right after drafting plain passes are slow, too: only long blocks show what they cost."""
+    speeds = []
+    for seed in range(8):
+        company, machine = Company(), SharedCache(SLOW, 0.7, cold, seed)
+        company.follow(policy_of(SLOW))
+        machine.run_together(company, 2, 1000)
+        speeds.append(machine.run_together(company, 2, 3000))
+    assert sum(speeds) / len(speeds) > least
 
 
 def test_without_costs_nothing_is_drafted_among_others():
@@ -169,4 +181,4 @@ def test_times_of_other_code_are_forgotten():
 
 
 def plain_speed(company: Company) -> float:
-    return company._now.speeds[None].mean()
+    return company._now.blocks.speed

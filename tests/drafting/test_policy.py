@@ -16,18 +16,16 @@ from fasteagle.drafting.ladder import (
     ladder,
     ranks_of,
 )
-from fasteagle.drafting.pauses import FIRST_PAUSE, LONGEST_PAUSE, SETTLED, Pauses
-from fasteagle.drafting.policy import (
+from fasteagle.drafting.pauses import (
     BLOCK,
     FEWEST,
+    FIRST_PAUSE,
     LONGEST_BLOCK,
-    LOOKED_UP,
-    LOOKED_UP_ROW,
-    REACH,
-    Outcome,
-    Policy,
-    name,
+    LONGEST_PAUSE,
+    SETTLED,
+    Pauses,
 )
+from fasteagle.drafting.policy import LOOKED_UP, LOOKED_UP_ROW, REACH, Outcome, Policy, name
 from fasteagle.drafting.thresholds import Honesty
 from fasteagle.shapes import FusedShape, GatedChain, TreeShape
 from helpers import ROWS, costs
@@ -196,10 +194,10 @@ def test_plain_passes_are_timed_in_blocks_which_become_rare():
 def test_a_block_lasts_until_its_passes_become_no_faster(pace, passes):
     """A cycle that drafts brings two tokens in the time of two plain passes of 2.55 ms."""
     policy = policy_of(QUIET)
-    while not policy._block:
+    while not policy._blocks.left:
         policy.learn(CHAIN, Outcome(1, 0, 1, True, (0.5,), 5.1, 0.5, 3.1))
     n = 0
-    while policy._block:
+    while policy._blocks.left:
         policy.learn(None, Outcome(ms=pace(n), verify_ms=pace(n)))
         n += 1
     assert n == passes
