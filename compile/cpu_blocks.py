@@ -112,7 +112,7 @@ def expert_tensors(mlp: MLP | MoE) -> dict[str, Tensor]:
     tensors["router"] = mlp.router.weight.detach().float()
     if mlp.choice_bias is not None:
         tensors["choice_bias"] = mlp.choice_bias.detach().float()
-    tensors["routing"] = torch.tensor([config.top_k, config.weighs_chosen, config.scale]).double()
+    tensors["routing"] = torch.tensor([config.top_k, config.renormalize, config.scale]).double()
     if mlp.shared is not None:
         tensors["shared_gate_up"] = mlp.shared.gate_up.packed
         tensors["shared_down"] = mlp.shared.down.packed

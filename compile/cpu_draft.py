@@ -20,6 +20,7 @@ from fasteagle.decoding.cycle import EAGER, Proposal
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.fused import FusedDrafter
+from fasteagle.drafting.lookup import LONGEST_MATCH
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.drafting.thresholds import LONGEST, Thresholds
 from fasteagle.model import Eagle3Head, EagleHead
@@ -187,7 +188,7 @@ def look_up(state: DecodeState, drafter: FusedDrafter | NgramDrafter, reach: int
         lookup.table,
         lookup.last,
         [] if lookup.corpus is None else CorpusIndex(*lookup.corpus.index),
-        lookup.longest,
+        LONGEST_MATCH,
         reach,
         drafter.lookup_threshold,
     )

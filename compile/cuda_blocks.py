@@ -208,7 +208,7 @@ def _routing(blocks: Sequence[Block]) -> tuple[int, bool, float]:
     if not configs:
         return 0, False, 1.0
     config = configs[0]
-    return config.top_k, config.weighs_chosen, config.scale
+    return config.top_k, config.renormalize, config.scale
 
 
 @torch.library.custom_op("fasteagle::fused_blocks", mutates_args=("caches",), device_types="cuda")

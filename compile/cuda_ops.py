@@ -1,6 +1,6 @@
 """Custom ops over the small kernels of the cycle on CUDA.
 
-Each has a reference in plain torch: `drafting.top_children`, `tree.rerank`, `tree.relations`,
+Each has a reference in plain torch: `draft_head.top_children`, `tree.rerank`, `tree.relations`,
 `KVCache.commit`.
 
 Shapes: W rows, V vocabulary, P planes of a cache or candidates of a tree, T tree rows, G KV heads,

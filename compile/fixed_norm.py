@@ -47,8 +47,8 @@ def apply_norm(norm: nn.Module, x: Tensor) -> Tensor:
     return rms_norm(rows, norm.weight, norm.eps).view(x.shape)
 
 
-def keep_sums_finite(blocks: nn.Module, name: str) -> bool:
-    """Switch `blocks` to fp32 accumulation if fp16 might overflow; return whether they switched.
+def keep_sums_finite(blocks: nn.Module, name: str) -> None:
+    """Switch `blocks` to fp32 accumulation if fp16 might overflow.
 
     Fused blocks pass normed rows to products unchanged. The root of the sum of squares of such a
     row is at most sqrt(D) times the largest scale, so that a group adds up to at most sqrt(GROUP D)
@@ -62,16 +62,15 @@ def keep_sums_finite(blocks: nn.Module, name: str) -> bool:
         if isinstance(norm, RMSNorm) and not path.endswith(("q_norm", "k_norm"))  # no product
     ]
     if not linears or not largest:
-        return False
+        return
     most = float(torch.stack(largest).max())  # the kernels take weights as less than 1
     if most < LARGEST_HALF:
-        return False
+        return
     for linear in linears:
         linear.sum_in_fp32()
     note(
         f"sums in fp32: by its norms' scales, sums of the {name} might be {most:,.0f}, beyond fp16"
     )
-    return True
 
 
 def expect_normed_inputs(blocks: Iterable[Block]) -> None:

@@ -27,7 +27,6 @@ from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.drafting.thresholds import LONGEST, Thresholds
 from fasteagle.generate import Engine
-from fasteagle.options import SamplingParams
 from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import AnyShape, FusedShape, GatedChain, TreeShape
 from fasteagle.tree import chain
@@ -37,8 +36,6 @@ FEWEST_ROUNDS, MOST_ROUNDS = 1, 3
 BLOCK, WARM = 8, 3  # consecutive runs, of which the first are not counted
 SECONDS = 5.0  # after which no further round begins
 CYCLES = 8  # whole cycles to time
-# For cycles that sample; each value counts if the measurement's kind has it on.
-USUAL = SamplingParams(1.0, top_k=20, top_p=0.9, min_p=0.05, repetition_penalty=1.1)
 
 Gate = Callable[[], AbstractContextManager[Any]]
 
@@ -65,14 +62,10 @@ class Measurement:
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        drafter: Drafter | None,
-        kind: SamplingMode | None = None,
-        gate: Gate = contextlib.nullcontext,
+        self, engine: Engine, drafter: Drafter | None, gate: Gate = contextlib.nullcontext
     ) -> None:
         self._engine, self._drafter, self._gate = engine, drafter, gate
-        self._kind = kind or SamplingMode()
+        self._kind = SamplingMode()
         self._context = context_of(engine.max_seq_len)
         self._rows = timed_rows(engine.max_seq_len)
 
@@ -261,7 +254,6 @@ class Measurement:
         state.root.zero_()
         state.tokens.zero_()
         state.text[max(0, seq_len - 32) : seq_len + 1] = 0
-        state.sampling.load(USUAL)
 
 
 def _medians(times: dict[int, list[float]], scale: float = 1.0) -> dict[int, float]:

@@ -26,7 +26,8 @@ from fasteagle.device import on_device_of
 from fasteagle.model import PromptView, Visible
 from fasteagle.tree import TreeView
 
-MAX_HEAD_DIM = 256  # limit of the kernels
+# Of the kernels: the least product of the tensor cores, and what a program's registers hold.
+HEAD_DIMS = range(16, 257)
 # Without cuDNN's, which torch prefers on Hopper: it builds a plan for each number of rows and keys.
 PROMPT_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -85,7 +86,7 @@ def has_kernel(config: ModelConfig, dtype: torch.dtype, device: torch.device) ->
     return (
         device.type == "cuda"
         and dtype in (torch.float16, torch.bfloat16)
-        and config.head_dim <= MAX_HEAD_DIM
+        and config.head_dim in HEAD_DIMS
         and has_triton()
     )
 
@@ -115,9 +116,9 @@ def tree_attention(
     """Compute attention of q [G, group * T, E] over caches [G, S, E] under a `TreeView`.
 
     The scale is 1 / sqrt(E), the softmax in fp32, the result in q's dtype. Caches may be strided
-    but for E, and in int8 (`int8_cache`). On CUDA q is fp16 or bf16 with E up to 256
-    (`FasteagleError`), and a row's bits depend only on the keys it sees; see `tree_kernels`.
-    Elsewhere the reference runs.
+    but for E, and in int8 (`int8_cache`). On CUDA q is fp16 or bf16 with E of
+    `HEAD_DIMS` (see `has_kernel`), and a row's bits depend only on the keys it sees; see
+    `tree_kernels`. Elsewhere the reference runs.
     """
     check_shapes(q, k_cache, v_cache, seq_len, paths, depths)
     return reference(q, k_cache, v_cache, TreeView(seq_len, paths, depths, window))

@@ -1,4 +1,4 @@
-"""Lossless speculative decoding of Llama-family models at batch size 1.
+"""Lossless speculative decoding of Llama-family models, for one text or a few at once.
 
     import fasteagle
 

@@ -10,7 +10,6 @@ import dataclasses
 
 from fasteagle.errors import FasteagleError
 
-SCORES = ("softmax", "topk_softmax")  # of experts: over all, over the chosen ones
 ANY_LENGTH = 2**31  # text length without a limit, where that of the files does not apply
 
 
@@ -35,8 +34,7 @@ class MoEConfig:
     n_expert: int
     top_k: int
     ffn_dim: int  # hidden width of one expert
-    score: str = "softmax"  # one of SCORES
-    renormalize: bool = False  # weights of the chosen experts sum to 1
+    renormalize: bool = False  # weights sum to 1: a softmax of the chosen experts' logits
     scale: float = 1.0  # factor of the weights
     shared_ffn_dim: int = 0  # hidden width of the expert that every row takes; 0: none
     shared_gate: bool = False  # it is weighted by the sigmoid of a gate
@@ -44,12 +42,6 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         assert 1 <= self.top_k <= self.n_expert, f"{self.top_k} experts: their reader checks it"
-        assert self.score in SCORES, self.score
-
-    @property
-    def weighs_chosen(self) -> bool:
-        """Return whether weights are a softmax of the chosen experts' scores alone."""
-        return self.renormalize or self.score == "topk_softmax"
 
     def distinct_experts(self, rows: int) -> float:
         """Return how many experts `rows` rows take together, were each row's chosen at random."""

@@ -146,8 +146,8 @@ def _experts(fields: Fields, kind: str, n_layer: int) -> dict[str, Any]:
         n_expert=n_expert,
         top_k=fields.integer(used, most=n_expert),
         ffn_dim=ffn_dim,
-        score="topk_softmax" if kind == "granitemoe" else "softmax",
-        renormalize=fields.flag(f"{kind}.expert_weights_norm", _EXPERTS[kind]),
+        renormalize=kind == "granitemoe"
+        or fields.flag(f"{kind}.expert_weights_norm", _EXPERTS[kind]),
         scale=fields.number(f"{kind}.expert_weights_scale", 1.0),
         shared_ffn_dim=fields.integer(shared, 0, least=0, most=MOST_WIDTH),
         shared_gate=kind == "qwen2moe",

@@ -201,8 +201,7 @@ def _hf_experts(fields: Fields, architecture: str, n_layer: int) -> dict[str, An
         n_expert=n_expert,
         top_k=fields.integer("num_experts_per_tok", most=n_expert),
         ffn_dim=fields.width(width),
-        score="topk_softmax" if is_granite else "softmax",
-        renormalize=is_mixtral or fields.flag("norm_topk_prob"),
+        renormalize=is_mixtral or is_granite or fields.flag("norm_topk_prob"),
         shared_ffn_dim=shared,
         shared_gate=gate,
     )

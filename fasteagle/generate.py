@@ -46,13 +46,11 @@ class Engine(Context):
         self,
         model: Transformer,
         max_seq_len: int,
-        plain_rows: int = 1,
         drafter: Drafter | None = None,
         cache: KVCache | None = None,
         backend: Backend | None = None,
     ) -> None:
         super().__init__(model, max_seq_len, cache, backend)
-        self.plain_rows = plain_rows
         self.stats = Stats()
         self.use(drafter)
 
@@ -127,7 +125,7 @@ class Engine(Context):
         stats.prompt_tokens = len(prompt)
         kind = SamplingMode.of(params, self.model.config.vocab_size)
         processed = processor is not None
-        unless_short(lambda: self._prepare(kind, params, processed), self._lost)
+        unless_short(lambda: self.prepare(params, processed), self._lost)
         for filled in self.prefill_parts(prompt):
             if filled is None and self.runner.waits:
                 yield []
@@ -302,11 +300,6 @@ class Engine(Context):
         self.cached.extend([root, *new[:-1]])
         return new
 
-    @torch.no_grad()
-    def prepare(self, params: SamplingParams) -> None:
-        """Let the runner prepare every cycle that answers with `params` may need."""
-        self._prepare(SamplingMode.of(params, self.model.config.vocab_size), params)
-
     def compile_ahead(self) -> None:
         """Let the runner compile its device's kernels now, not during the first answer."""
         self.runner.compile_ahead(self._specs(SamplingMode()), self.drafter)
@@ -320,7 +313,13 @@ class Engine(Context):
         shapes = [] if self.drafter is None else self.drafter.shapes()
         return [self.spec(shape, kind) for shape in (None, *shapes)]
 
-    def _prepare(self, kind: SamplingMode, params: SamplingParams, processed: bool = False) -> None:
+    @torch.no_grad()
+    def prepare(self, params: SamplingParams, processed: bool = False) -> None:
+        """Let the runner prepare every cycle that answers with `params` may need.
+
+        Where `processed`, a processor will change their logits.
+        """
+        kind = SamplingMode.of(params, self.model.config.vocab_size)
         drafter, specs = self.drafter, self._specs(kind)
         if not self.runner.needs(specs, drafter, processed):
             return

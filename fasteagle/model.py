@@ -1,7 +1,8 @@
-"""Llama-family decoder at batch size 1, with a static KV cache.
+"""Llama-family decoder of one sequence, with a static KV cache.
 
-Covers Llama-2/3, Vicuna, Mistral, Qwen2, Qwen3, SmolLM2 and their mixtures of experts. Knows
-nothing about quantization, compilation or text: `quant` and `compile` transform it from outside.
+Covers Llama-2/3, Vicuna, Mistral, Qwen2, Qwen3, SmolLM2, MiMo, Ernie and their mixtures of
+experts. Knows nothing about quantization, compilation or text: `quant` and `compile` transform it
+from outside.
 
 Shapes: T rows in this pass, D model dim, H query heads, G KV heads, E head dim, F FFN dim,
 V vocabulary, S cache slots, R auxiliary layers; in a mixture of experts X experts, k of them for
@@ -291,7 +292,7 @@ class MoE(nn.Module):
             ranks = logits.softmax(-1) + self.choice_bias.float()
         ids = ranks.sort(dim=-1, descending=True, stable=True).indices[:, : self.config.top_k]
         chosen = logits.gather(1, ids)
-        if self.config.weighs_chosen:
+        if self.config.renormalize:
             weights = chosen.softmax(-1)
         else:
             weights = (chosen - logits.logsumexp(-1, keepdim=True)).exp()

@@ -158,7 +158,7 @@ class RuntimeOptions:
         )
         require(
             self.backend == "fasteagle" or self.quant is not None,
-            "quant-backend torchao does nothing by itself: add --int4, --int8 or --quant",
+            "quant-backend torchao does nothing by itself: add --int4 or --int8",
         )
 
     @property

@@ -75,7 +75,7 @@ class TreeShape(HeadShape):
 class GatedChain(HeadShape):
     """Confidence-gated chain: at most `depth` tokens, ended by low path probability.
 
-    The limits are `drafting.policy.Thresholds`. The host must read each level's result, which
+    The limits are `drafting.thresholds.Thresholds`. The host must read each level's result, which
     costs nothing on a CPU.
     """
 

@@ -26,7 +26,6 @@ import torch
 
 from fasteagle.bench.measure import copy_bandwidth
 from fasteagle.bench.roofline import (
-    FINISH_SMALL,
     OUTLOOKS,
     CapturedCycle,
     Part,
@@ -57,7 +56,10 @@ WARM_UP = 4  # cycles
 ROUNDS = 6  # of passes; the first one warms up
 SHOWN = 25  # kernels, the longest first
 # Kernels of the terms of a cycle; all others are small nodes.
-TERMS = {"products": ("interleaved_kernel",), "attention": ("prefix_kernel", "finish_kernel")}
+TERMS = {
+    "products": ("interleaved_kernel", "expert_kernel"),
+    "attention": ("prefix_kernel", "finish_kernel"),
+}
 REST = "small nodes"
 
 Event = tuple[str, float, float]  # a kernel, copy or fill: name, begin and end in microseconds
@@ -214,7 +216,7 @@ def predicted(
     """Return the predicted milliseconds of each term, by `OUTLOOKS`."""
     parts = [*work.verifying(1 if shape is None else shape.rows)]
     parts += [] if shape is None else work.drafting(head, shape)
-    parts.append(Part("accept and commit", FINISH_SMALL))
+    parts.append(work.finishing)
     by_term: dict[str, list[Part]] = {name: [] for name in (*TERMS, REST)}
     for part in parts:
         by_term["attention" if part.block else "products" if part.N else REST].append(part)

@@ -26,11 +26,9 @@ from fasteagle.bench.predicted import predicted_speeds
 from fasteagle.bench.roofline import (
     DEVICES,
     ELEMENT_BYTES,
-    FINISH_SMALL,
     OUTLOOKS,
     CapturedCycle,
     Device,
-    Part,
     Storage,
     Workload,
     device_named,
@@ -247,7 +245,8 @@ def quantized(config: ModelConfig, precision: str) -> Storage:
 
 def predicted_tree(settings: dict[str, Any]) -> TreeShape:
     """Return the tree of captured cycles; raise `FasteagleError` for a tau it cannot give."""
-    tree = TreeShape(*(settings[name] or usual for name, usual in TREE_SIZES.items()))
+    sizes = {name: settings[name] for name in TREE_SIZES if settings[name] is not None}
+    tree = TreeShape(*(TREE_SIZES | sizes).values())
     check_tau(settings["tau"], RowSpec.parse("eagle"), tree)
     return tree
 
@@ -269,8 +268,7 @@ def print_terms(
         for same in zip(*([p for p in work.verifying(T) if p.N] for T in COUNTS), strict=True)
     ]
     print_table(("N x K", "launches", *(f"T = {T}" for T in COUNTS)), products, md=True)
-    finish = Part("accept and commit", FINISH_SMALL)
-    parts = [*work.verifying(tree.rows), *work.drafting(head, tree), finish]
+    parts = [*work.verifying(tree.rows), *work.drafting(head, tree), work.finishing]
     terms = {name: [p for p in parts if p.name == name] for name in (p.name for p in parts)}
     lines = [
         (

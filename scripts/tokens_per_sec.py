@@ -160,7 +160,7 @@ def _write(path: Path, report: dict[str, Any]) -> None:
 
 def _check_batch(sizes: Sequence[int]) -> None:
     """Raise `FasteagleError` for sizes of --batch that cannot be, and for options of rows."""
-    refuse_given(OF_ROWS, "--batch")
+    refuse_given(OF_ROWS, "has no meaning with --batch: drop one")
     for size in sizes:
         if not 1 <= size <= MOST_AT_ONCE:
             raise FasteagleError(f"batch {size} is out of range: use 1 .. {MOST_AT_ONCE}")

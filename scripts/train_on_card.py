@@ -231,7 +231,7 @@ def main(
 ) -> None:
     require_writable(out / "text.jsonl")
     if text is not None:
-        refuse_given(OF_WRITING, "--text")
+        refuse_given(OF_WRITING, "has no meaning with --text: drop one")
     opened = open_model(model)
     place, config = pick_device(device), opened.checkpoint.config
     chosen = read_recipes(recipes, config)

@@ -68,7 +68,8 @@ def test_another_seed_gives_another_text(engine):
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED])
 def test_two_plain_rows_give_the_tokens_of_one(model, params):
-    one, two = Engine(model, 512), Engine(model, 512, plain_rows=2)
+    one, two = Engine(model, 512), Engine(model, 512)
+    two.plain_rows = 2
     assert tokens(one, PROMPT, params) == tokens(two, PROMPT, params)
 
 

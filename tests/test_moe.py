@@ -50,7 +50,7 @@ def by_definition(moe: MoE, x: torch.Tensor) -> torch.Tensor:
     [
         {},
         {"renormalize": True, "scale": 2.5},
-        {"score": "topk_softmax", "renormalize": True},
+        {"renormalize": True},
         {"shared_ffn_dim": 20},
         {"shared_ffn_dim": 20, "shared_gate": True},
         {"renormalize": True, "choice_bias": True},

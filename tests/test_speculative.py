@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fasteagle.bench.rivals.ablation import ablated
 from fasteagle.decoding.cycle import decode_cycle
-from fasteagle.drafting.base import Controlled
+from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.drafting.ngram import NgramDrafter
@@ -50,7 +50,7 @@ def head(request, target):
     return random_head(target, eagle3=eagle3_of(request.param, target.config))
 
 
-class Fake(Controlled):
+class Fake(Drafter):
     """Proposes what a function of the position says: rows of (token, parent, valid)."""
 
     name = "fake"
@@ -59,11 +59,7 @@ class Fake(Controlled):
     def __init__(self, propose, rows: int, depth: int) -> None:
         self._propose = propose
         self.shape = StaticShape(depth, None, rows - 1)
-        self.caches = []
         self.seen = 0  # committed positions
-
-    def reserve(self, n_tokens):
-        pass
 
     def extend(self, new, seq_len):
         count = int(new.count)

@@ -22,7 +22,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MOST_SEQUENCES = 8
 BLOCK_FIELDS = tl.constexpr(4)
 # Fields of a sequence in the table.
 SIZE = tl.constexpr(0)  # number of its rows; 0: there is no such sequence

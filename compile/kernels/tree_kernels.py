@@ -29,14 +29,11 @@ from torch import Tensor
 
 from fasteagle.compile.kernels.attention_kernels import finish_kernel, prefix_kernel
 from fasteagle.compile.kernels.sequence_kernels import Sequences
-from fasteagle.errors import FasteagleError
 from fasteagle.tree import TreeView
 
 SPLIT = 256  # logical positions; a constant, so that nothing else can move a row's bits
 ROW_BLOCKS = (16, 32)  # query rows of one program
 SUM_COLUMNS = 8  # columns of the product with ones that sums a row: one instruction's minimum
-MIN_HEAD_DIM = 16
-MAX_HEAD_DIM = 256  # beyond it a program's sums do not fit into its registers
 MAX_ROPE_DIM = 128  # the same limit where `prefix_kernel` also rotates
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}  # fused only where the code says so
 
@@ -179,7 +176,6 @@ def _attention(
     """Launch both kernels; with `new`, the first one writes q and rows of the caches."""
     seq_len, paths, depths, window = view
     G, R, E = q.shape
-    check(q.dtype, E, window)
     T, P = paths.shape
     n_splits, group = triton.cdiv(k_cache.shape[1], SPLIT), R // T
     int8 = k_cache.dtype == torch.int8
@@ -232,16 +228,3 @@ def _pointers(new: Unrotated | None, other: Tensor) -> tuple[Tensor, ...]:
         return (other,) * 5
     bias = other if new.bias is None else new.bias
     return new.parts, bias, new.cos, new.sin, new.slots
-
-
-def check(dtype: torch.dtype, E: int, window: int | None) -> None:
-    """Raise `FasteagleError` for a dtype, head_dim or window that no kernel supports."""
-    fix = "pass a mask instead of a TreeView"
-    if dtype not in (torch.float16, torch.bfloat16):
-        raise FasteagleError(f"tree attention takes float16 or bfloat16, got {dtype}: {fix}")
-    if not MIN_HEAD_DIM <= E <= MAX_HEAD_DIM:
-        raise FasteagleError(
-            f"head_dim {E} is out of tree attention's {MIN_HEAD_DIM} to {MAX_HEAD_DIM}: {fix}"
-        )
-    if window is not None and window < 1:
-        raise FasteagleError(f"sliding_window {window} is out of range: use >= 1, or none")

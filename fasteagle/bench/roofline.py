@@ -4,8 +4,8 @@ A pass is a list of parts. `limit` takes for each part the longer of reading its
 keys and values once, and of computing: measured times lie above. `CapturedCycle` predicts the same
 parts on a card whose multiprocessors are known: every product is cut as the kernels cut it, every
 wave of programs and every step that waits for another one takes its time, and every launch costs.
-What no data sheet has is assumed, at three levels. This is also the only place with data-sheet
-values.
+What no data sheet has is assumed, at three levels. Data-sheet values are here and in
+`quant.tiling.BY_CAPABILITY`.
 
 Shapes: N outputs, K inputs.
 """
@@ -60,11 +60,9 @@ def _hopper(gb_s: float) -> Card:
 
 
 DEVICES = {
-    "3090": Device("RTX 3090", 936, 71, 142, 35.6, Card(82, 936.0), 24),
+    "3090": Device("RTX 3090", 936, 71, 142, 35.6, BY_CAPABILITY[8, 6], 24),
     "3090ti": Device("RTX 3090 Ti", 1008, 80, 160, 40, Card(84, 1008.0, ghz=1.86), 24),
-    "4090": Device(
-        "RTX 4090", 1008, 165, 330, 82.6, Card(128, 1008.0, ghz=2.52, cache_gb_s=4000.0), 24
-    ),
+    "4090": Device("RTX 4090", 1008, 165, 330, 82.6, BY_CAPABILITY[8, 9], 24),
     "h100": Device("H100", 3350, 989, 989, 67, _hopper(3350.0), 80),
     "h200": Device("H200", 4800, 989, 989, 67, _hopper(4800.0), 141),
 }

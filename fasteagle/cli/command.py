@@ -106,11 +106,11 @@ class Cli(Script, click.Group):
     """Group of the `fasteagle` commands."""
 
 
-def refuse_given(names: Collection[str], other: str) -> None:
-    """Raise `FasteagleError` for options in `names` that are given, and do nothing with `other`."""
+def refuse_given(names: Collection[str], problem: str) -> None:
+    """Raise `FasteagleError` with `problem` for an option in `names` that is given."""
     context = click.get_current_context()
     for option in context.command.params:
         name = option.name or ""
         if name in names and context.get_parameter_source(name) is not ParameterSource.DEFAULT:
             flag = (*option.opts, *option.secondary_opts)[-1]
-            raise FasteagleError(f"{flag} has no meaning with {other}: drop one")
+            raise FasteagleError(f"{flag} {problem}")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from pathlib import Path
 
 import click
-from click.core import ParameterSource
 
+from fasteagle.cli.command import refuse_given
 from fasteagle.cli.options import ExportOptions
 from fasteagle.errors import FasteagleError, note
 from fasteagle.loading import registry
@@ -36,11 +35,12 @@ def run_inspect_head(
     """Print the report on a draft head; exit with code 2 if it does not run."""
     if probe and model is None:
         raise FasteagleError("--probe measures on a model: add --model")
+    params = click.get_current_context().command.params
+    of_model = {param.name or "" for param in params} - {"path", "model", "aux_layers"}
     if model is None:
-        _refuse_options("is of a model: add --model, or drop it", but=("path", "aux_layers"))
+        refuse_given(of_model, "is of a model: add --model, or drop it")
     elif not probe:
-        but = {*OF_WEIGHTS, "path", "model", "aux_layers"}
-        _refuse_options("is of a model that runs: add --probe, or drop it", but)
+        refuse_given(of_model - {*OF_WEIGHTS}, "is of a model that runs: add --probe, or drop it")
     files = named_head(path)
     opened = open_model(model, runtime_options) if model else None
     identity = None
@@ -54,18 +54,6 @@ def run_inspect_head(
         click.get_current_context().exit(2)
     if probe and opened is not None:
         _print_probes(files, opened.loaded(runtime_options), aux_layers)
-
-
-def _refuse_options(problem: str, but: Collection[str]) -> None:
-    """Raise `FasteagleError` with `problem` for an option on the command line that is not in `but`.
-
-    Such an option would do nothing.
-    """
-    context = click.get_current_context()
-    for option in context.command.params:
-        source = context.get_parameter_source(option.name or "")
-        if source is ParameterSource.COMMANDLINE and option.name not in but:
-            raise FasteagleError(f"{option.opts[0]} {problem}")
 
 
 def _print_probes(files: HeadFiles, runtime: Runtime, aux_layers: tuple[int, ...] | None) -> None:

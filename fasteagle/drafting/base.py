@@ -11,7 +11,7 @@ import copy
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -38,47 +38,54 @@ class Tuning:
     corpus: bool = False  # whether the lookup searches a corpus
 
 
-class Drafter(Protocol):
-    """Interface of a drafter, which proposes a tree for every cycle."""
+class Drafter:
+    """Base class of drafters, which propose a tree for every cycle.
+
+    A policy may change the shape of the tree while decoding. Without one (no costs measured yet, or
+    fixed sizes) it stays the same.
+    """
 
     name: str
-    tuning: Tuning | None  # set where the tree may be tuned
+    shape: AnyShape  # of the trees where no policy chooses another one
     reads_features: bool  # whether `extend` must see every committed position
-    aux_layers: tuple[int, ...]  # blocks whose input is its features; empty: final norm
-    always_proposes: bool  # whether every tree has a node besides the root
-
-    policy: Policy | None  # chooses its trees while decoding, once costs are known
-    company: Company | None  # chooses them instead, while other sequences share the passes
-    looks_up: bool  # whether it searches the text for earlier matches
+    aux_layers: tuple[int, ...] = ()  # blocks whose input is its features; empty: final norm
+    always_proposes = True  # whether every tree has a node besides the root
+    looks_up = False  # whether it searches the text for earlier matches
+    tuning: Tuning | None = None  # set where the tree may be tuned
+    policy: Policy | None = None  # chooses its trees while decoding, once costs are known
+    company: Company | None = None  # chooses them instead, while other sequences share the passes
+    fixed_thresholds = Thresholds()  # of gated chains without a policy
+    _origin: Self | None = None
 
     @property
-    def origin(self) -> Drafter:
+    def origin(self) -> Self:
         """Return the drafter that this one is a copy of for another sequence, or itself."""
+        return self if self._origin is None else self._origin
 
-    def sibling(self) -> Drafter:
+    def sibling(self) -> Self:
         """Return a copy for another sequence, with caches of its own."""
+        other = self.apart()
+        other._origin = self.origin
+        return other
+
+    def apart(self) -> Self:
+        """Return a copy whose runs change neither this one's caches nor what it has learned."""
+        return copy.copy(self)
 
     @property
     def may_skip_head(self) -> bool:
         """Return whether drafting may skip the draft head, decided in each cycle."""
-
-    @property
-    def shape(self) -> AnyShape:
-        """Shape of the trees where no policy chooses another one."""
+        return False
 
     @property
     def caches(self) -> Sequence[KVCache]:
         """KV caches owned by the drafter."""
+        return []
 
     @property
     def advanced(self) -> Sequence[Tensor]:
         """Tensors that a cycle changes, other than cache rows past the text."""
-
-    def next_shape(self) -> AnyShape | None:
-        """Return the next cycle's shape; None is plain decoding, while drafting does not pay."""
-
-    def shapes(self) -> Sequence[AnyShape]:
-        """Return all shapes that `next_shape` may return."""
+        return []
 
     def reserve(self, n_tokens: int) -> None:
         """Make room for `n_tokens` tokens of text and a tree after them."""
@@ -91,68 +98,30 @@ class Drafter(Protocol):
 
         `seq_len` (0-d) counts the committed tokens, those of `new` included.
         """
+        return None
 
     def propose(self, prediction: Any, state: DecodeState, spec: CycleSpec) -> DraftTree:
         """Return a tree of `spec.shape` under `state.root`."""
+        raise NotImplementedError
 
     def accept_for(self, kind: SamplingMode) -> Accept | None:
         """Return `CycleSpec.accept` for this drafter's trees at a sampling mode."""
-
-    def learn(self, shape: AnyShape | None, outcome: Outcome) -> None:
-        """Observe a cycle with a tree of `shape`; None was a plain pass."""
-
-
-class Controlled:
-    """Base class of drafters whose tree a policy may change while decoding.
-
-    Without a policy (no costs measured yet, or fixed sizes) the shape stays fixed.
-    """
-
-    shape: AnyShape
-    policy: Policy | None = None
-    company: Company | None = None  # instead of the policy, while other sequences share the passes
-    fixed_thresholds = Thresholds()  # of gated chains without a policy
-    tuning: Tuning | None = None
-    aux_layers: tuple[int, ...] = ()
-    always_proposes = True
-    looks_up = False
-    _origin: Self | None = None
-
-    @property
-    def origin(self) -> Self:
-        return self if self._origin is None else self._origin
-
-    def sibling(self) -> Self:
-        """Return a copy for another sequence, with caches of its own."""
-        other = self.apart()
-        other._origin = self.origin
-        return other
-
-    @property
-    def may_skip_head(self) -> bool:
-        return False
-
-    @property
-    def advanced(self) -> Sequence[Tensor]:
-        return []
-
-    def begin(self, token: int) -> None:
-        """Ignore the first token, which draft heads do not need."""
-
-    def accept_for(self, kind: SamplingMode) -> Accept | None:
         return None
 
-    def apart(self) -> Self:
-        """Return a copy whose runs change neither this one's caches nor what it has learned."""
-        return copy.copy(self)
-
-    def next_shape(self) -> AnyShape | None:
-        chooser = self._chooser
-        return self.shape if chooser is None else chooser.next_shape
+    # Decisions of the policy
 
     @property
     def _chooser(self) -> Policy | Company | None:
         return self.policy if self.company is None else self.company
+
+    def next_shape(self) -> AnyShape | None:
+        """Return the next cycle's shape; None is plain decoding, while drafting does not pay."""
+        chooser = self._chooser
+        return self.shape if chooser is None else chooser.next_shape
+
+    def shapes(self) -> Sequence[AnyShape]:
+        """Return all shapes that `next_shape` may return."""
+        return [self.shape] if self.policy is None else self.policy.shapes
 
     @property
     def thresholds(self) -> Thresholds:
@@ -170,9 +139,7 @@ class Controlled:
         """Tokens that a looked-up chain must promise to skip the draft head; None: it pauses."""
         return START_HEAD_GAIN if self._chooser is None else self._chooser.head_gain
 
-    def shapes(self) -> Sequence[AnyShape]:
-        return [self.shape] if self.policy is None else self.policy.shapes
-
     def learn(self, shape: AnyShape | None, outcome: Outcome) -> None:
+        """Observe a cycle with a tree of `shape`; None was a plain pass."""
         if self._chooser is not None:
             self._chooser.learn(shape, outcome)

@@ -13,7 +13,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from fasteagle.drafting.base import Controlled
+from fasteagle.drafting.base import Drafter
 from fasteagle.model import EagleHead, KVCache, as_mask
 from fasteagle.sampling import SamplingMode, SamplingTensors, gumbel_noise
 from fasteagle.state import Committed
@@ -44,7 +44,7 @@ class DraftOps(NamedTuple):
     head: Callable[..., tuple[Tensor, Tensor]] | None = None
 
 
-class RankingDrafter(Controlled):
+class RankingDrafter(Drafter):
     """Base class of drafters that score a node's children by logits over `target_ids`."""
 
     noise: str
@@ -54,6 +54,23 @@ class RankingDrafter(Controlled):
     def run_by(self, ops: DraftOps) -> None:
         """Draft by these operations of the backend from now on."""
         self.ops = ops
+
+    def step(
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        seq_len: Tensor,
+        level: int,
+        paths: Tensor,
+        first: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Return logits [W, V] and features [W, D] of one level's nodes `tokens` [W].
+
+        `seq_len` (0-d or [B]) counts the committed pairs in the cache. `paths` [W, level + 1] int32
+        has the tree rows of each node's ancestors and, last, its own: `first` and the next ones.
+        All nodes of a level share a position, as in the public implementation.
+        """
+        raise NotImplementedError
 
     def top_children(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Return draft ids and log-probabilities [W, k] of each row's best children."""
@@ -148,12 +165,6 @@ class HeadDrafter(RankingDrafter):
         paths: Tensor,
         first: int,
     ) -> tuple[Tensor, Tensor]:
-        """Return logits [W, V] and features [W, D] of one level's nodes `tokens` [W].
-
-        `seq_len` (0-d or [B]) counts the committed pairs in the cache. `paths` [W, level + 1] int32
-        has the tree rows of each node's ancestors and, last, its own: `first` and the next ones.
-        All nodes of a level share a position, as in the public implementation.
-        """
         view = TreeView(seq_len, paths, torch.full_like(tokens, level), self._window)
         starts = seq_len.view(-1, 1)
         nodes = torch.arange(len(tokens) // len(starts), device=tokens.device)

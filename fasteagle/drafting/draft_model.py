@@ -95,7 +95,6 @@ class ModelDrafter(RankingDrafter):
         paths: Tensor,
         first: int,
     ) -> tuple[Tensor, Tensor]:
-        """Return logits [W, V] of the nodes `tokens` [W] of one level, as `HeadDrafter.step`."""
         columns = seq_len + 1 + paths.long()
         positions = torch.zeros_like(tokens) + seq_len + 1 + level
         mask = self._mask(positions, torch.zeros_like(tokens) + seq_len + 1)

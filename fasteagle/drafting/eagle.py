@@ -11,7 +11,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from fasteagle.drafting.draft_head import HeadDrafter, Prediction
+from fasteagle.drafting.draft_head import HeadDrafter, Prediction, RankingDrafter
 from fasteagle.drafting.thresholds import LONGEST, Thresholds
 from fasteagle.errors import FasteagleError
 from fasteagle.model import EagleHead
@@ -104,37 +104,13 @@ class Texts(Protocol):
     def sampling(self) -> SamplingTensors: ...
 
 
-class Expanding(Protocol):
-    """Interface of a drafter that drafts a tree level by level."""
-
-    target_ids: Tensor
-
-    def top_children(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]: ...
-
-    def step(
-        self,
-        tokens: Tensor,
-        features: Tensor,
-        seq_len: Tensor,
-        level: int,
-        paths: Tensor,
-        first: int,
-    ) -> tuple[Tensor, Tensor]: ...
-
-    def ranking_logits(
-        self,
-        logits: Tensor,
-        seq_len: Tensor,
-        level: int,
-        kind: SamplingMode,
-        sampling: SamplingTensors,
-    ) -> Tensor: ...
-
-    def child_scores(self, scores: Tensor, logp: Tensor) -> Tensor: ...
-
-
 def expand(
-    drafter: Expanding, prediction: Prediction, texts: Texts, kind: SamplingMode, depth: int, k: int
+    drafter: RankingDrafter,
+    prediction: Prediction,
+    texts: Texts,
+    kind: SamplingMode,
+    depth: int,
+    k: int,
 ) -> Pool:
     """Draft `depth` levels; the frontier of each level are the k best of its candidates.
 

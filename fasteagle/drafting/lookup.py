@@ -177,13 +177,8 @@ class Lookup:
     match's size, the number of its tokens, and its tokens.
     """
 
-    def __init__(
-        self,
-        longest: int = LONGEST_MATCH,
-        corpus: Corpus | None = None,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        self.longest, self.corpus = longest, corpus
+    def __init__(self, corpus: Corpus | None = None, device: torch.device | str = "cpu") -> None:
+        self.corpus = corpus
         self.table = prior().to(device)
         self.last = torch.zeros(4 + MAX_REACH, dtype=torch.long, device=device)
 
@@ -200,10 +195,10 @@ class Lookup:
 
     def find(self, text: Tensor, last: Tensor, reach: int) -> Match:
         """Return the best match of the end of `text` [N], whose last token is at `last` (0-d)."""
-        here = find_in_text(text, last, reach, self.longest)
+        here = find_in_text(text, last, reach)
         if self.corpus is None:
             return here
-        there = self.corpus.find(text, last, reach, self.longest)
+        there = self.corpus.find(text, last, reach)
         longer = there.size > here.size
         return Match(*(torch.where(longer, b, a) for a, b in zip(here, there, strict=True)))
 

@@ -10,17 +10,16 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from fasteagle.drafting.base import Controlled
+from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.lookup import Lookup
-from fasteagle.model import KVCache
 from fasteagle.shapes import AnyShape, TreeShape
-from fasteagle.state import Committed, CycleSpec, DecodeState
+from fasteagle.state import CycleSpec, DecodeState
 from fasteagle.tree import DraftTree, chain
 
 NGRAM_TOKENS = 7  # tokens copied in a row by default
 
 
-class NgramDrafter(Controlled):
+class NgramDrafter(Drafter):
     """Drafter that copies what followed the latest of the longest matches of the text's end."""
 
     name = "ngram"
@@ -31,7 +30,6 @@ class NgramDrafter(Controlled):
     def __init__(self, depth: int = NGRAM_TOKENS, lookup: Lookup | None = None) -> None:
         self.shape: AnyShape = TreeShape(depth, 1, depth)
         self.lookup = lookup or Lookup()
-        self.caches: list[KVCache] = []
 
     @property
     def advanced(self) -> list[Tensor]:
@@ -46,12 +44,6 @@ class NgramDrafter(Controlled):
     def head_gain(self) -> None:
         """Gain of the draft head: None, since there is none."""
         return None
-
-    def reserve(self, n_tokens: int) -> None:
-        """Do nothing: there is no cache, and the text is the state's."""
-
-    def extend(self, new: Committed, seq_len: torch.Tensor) -> None:
-        """Do nothing: only the text is read."""
 
     def propose(self, prediction: None, state: DecodeState, spec: CycleSpec) -> DraftTree:
         assert isinstance(spec.shape, TreeShape), "the engine asks for shapes of this drafter"

@@ -166,7 +166,7 @@ _GRANITE_1B = _shape(  # its tied LM head is a table of its own here, see `multi
     max_seq_len=131072,
     norm_eps=1e-6,
     rope_base=1e7,
-    moe=MoEConfig(n_expert=32, top_k=8, ffn_dim=512, score="topk_softmax"),
+    moe=MoEConfig(n_expert=32, top_k=8, ffn_dim=512, renormalize=True),
     architecture="GraniteMoeForCausalLM",
 )
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasteagle.config import SCORES, ModelConfig, MoEConfig
+from fasteagle.config import ModelConfig, MoEConfig
 from fasteagle.config_fields import MOST_EXPERTS, MOST_LAYERS, MOST_WIDTH, Fields
 from fasteagle.config_hf import read_freq_factors, read_llama3_scaling, read_shape
 from fasteagle.errors import FasteagleError, shortened
@@ -231,15 +231,14 @@ def _model_config(fields: Fields) -> ModelConfig:
 
 def _moe_config(fields: Fields) -> MoEConfig:
     n_expert = fields.integer("n_expert", most=MOST_EXPERTS)
-    score = fields.text("score")
-    if score not in SCORES:
-        raise fields.error("score", f"one of {', '.join(SCORES)}")
+    score = fields.text("score", "softmax")  # of older files
+    if score not in ("softmax", "topk_softmax"):
+        raise fields.error("score", "softmax or topk_softmax")
     return MoEConfig(
         n_expert=n_expert,
         top_k=fields.integer("top_k", most=n_expert),
         ffn_dim=fields.width("ffn_dim"),
-        score=score,
-        renormalize=fields.flag("renormalize"),
+        renormalize=fields.flag("renormalize") or score == "topk_softmax",
         scale=fields.number("scale"),
         shared_ffn_dim=fields.integer("shared_ffn_dim", least=0, most=MOST_WIDTH),
         shared_gate=fields.flag("shared_gate"),

@@ -101,7 +101,7 @@ def test_one_shot_says_why_nothing_is_captured(tiny_dir, monkeypatch):
     def refused(engine, *given):
         engine.runner.error = "operation not permitted"
 
-    monkeypatch.setattr(Engine, "_prepare", refused)
+    monkeypatch.setattr(Engine, "prepare", refused)
     result = invoke("chat", "--model", tiny_dir, "-p", "hello", "--max-new-tokens", 3)
     line = "warning: running without CUDA graphs: operation not permitted\n"
     assert result.exit_code == 0 and result.stderr.count(line) == 1

@@ -32,7 +32,7 @@ CONFIGS = {
     | dict(
         dense_blocks=(0,),
         qk_norm_whole=True,
-        moe=MoEConfig(6, 6, 32, score="topk_softmax", scale=1.5, shared_ffn_dim=32),
+        moe=MoEConfig(6, 6, 32, renormalize=True, scale=1.5, shared_ffn_dim=32),
     ),
     "ernie moe": SHAPE
     | dict(

@@ -17,7 +17,7 @@ from fasteagle.drafting.costs import Costs
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.drafting.ladder import DEFAULT_RANKS
-from fasteagle.drafting.lookup import Corpus, Lookup, prior
+from fasteagle.drafting.lookup import LONGEST_MATCH, Corpus, Lookup, prior
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.drafting.policy import MAX_CHAIN, REACH, Policy
 from fasteagle.drafting.thresholds import LONGEST
@@ -41,7 +41,7 @@ def looked_up(text: list[int], lookup: Lookup, keep: float = 0.0):
     last = torch.tensor(len(text) - 1)
     corpus = [] if lookup.corpus is None else lookup.corpus.index
     tokens, paths, gain = torch.ops.fasteagle_cpu.look_up(
-        memory, last, lookup.table, lookup.last, corpus, lookup.longest, REACH, keep
+        memory, last, lookup.table, lookup.last, corpus, LONGEST_MATCH, REACH, keep
     )
     assert gain == pytest.approx(float((paths - keep).sum()), abs=1e-4)
     return tokens.tolist(), paths.tolist()

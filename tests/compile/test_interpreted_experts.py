@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("card")
 slow = pytest.mark.slow
 PLAIN = MoEConfig(n_expert=7, top_k=2, ffn_dim=64)
 SHARED = MoEConfig(5, 3, 64, renormalize=True, scale=2.5, shared_ffn_dim=128, shared_gate=True)
-UNGATED = dataclasses.replace(PLAIN, score="topk_softmax", shared_ffn_dim=64)
+UNGATED = dataclasses.replace(PLAIN, renormalize=True, shared_ffn_dim=64)
 BIASED = dataclasses.replace(PLAIN, renormalize=True, choice_bias=True)
 
 
@@ -48,11 +48,7 @@ class Layer:
                     setattr(module, part, InterleavedLinear(weight, None, accumulate))
         self.core = dense_(copy.deepcopy(self.mlp))
         self.settings = Settings(
-            self.block.mlp_norm.eps,
-            accumulate,
-            config.top_k,
-            config.renormalize or config.score == "topk_softmax",
-            config.scale,
+            self.block.mlp_norm.eps, accumulate, config.top_k, config.renormalize, config.scale
         )
 
     @property

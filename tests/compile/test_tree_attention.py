@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,14 +19,15 @@ from fasteagle.compile.tree_attention import (
     attend,
     causal_attention,
     fused_attention,
+    has_kernel,
+    has_triton,
     prompt_attention,
     reference,
     tree_attention,
 )
-from fasteagle.errors import FasteagleError
 from fasteagle.tree import ancestor_mask, tree_paths
-from helpers import output_without_triton
-from tree_problems import Problem, assert_close, by_kernels, problem, random_parents, sdpa
+from helpers import output_without_triton, tiny_config
+from tree_problems import Problem, assert_close, problem, random_parents, sdpa
 
 
 def plain_mask(parents: list[int], seq_len: int, n_slots: int, window: int | None) -> Tensor:
@@ -194,15 +197,19 @@ def kernels():
     return tree_kernels
 
 
-def test_refusals_name_the_fix(kernels):
-    def refused(p: Problem, message: str) -> None:
-        with pytest.raises(FasteagleError, match=message):
-            p.run(by_kernels)
-
-    fix = ": pass a mask instead of a TreeView"
-    refused(problem(1, 3, dtype=torch.float32), "float16 or bfloat16, got torch.float32" + fix)
-    refused(problem(1, 3, E=512), "head_dim 512 is out of tree attention's 16 to 256" + fix)
-    refused(problem(1, 3, window=0), "sliding_window 0 is out of range: use >= 1, or none")
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "runs"),
+    [
+        (torch.float16, 16, True),
+        (torch.bfloat16, 256, True),
+        (torch.float32, 64, False),
+        (torch.float16, 8, False),
+        (torch.float16, 512, False),
+    ],
+)
+def test_other_models_are_left_to_the_core(dtype, head_dim, runs):
+    config = dataclasses.replace(tiny_config(), head_dim=head_dim)
+    assert has_kernel(config, dtype, torch.device("cuda")) == (runs and has_triton())
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -18,7 +18,7 @@ from test_cpu_kernels import KINDS, packed_weight, rows_of
 LAYERS = {
     "mixtral": MoEConfig(8, 2, 64, renormalize=True),
     "one expert": MoEConfig(1, 1, 32),
-    "all experts": MoEConfig(5, 5, 32, score="topk_softmax", scale=2.5),
+    "all experts": MoEConfig(5, 5, 32, renormalize=True, scale=2.5),
     "shared": MoEConfig(33, 3, 32, shared_ffn_dim=96),
     "shared by a gate": MoEConfig(6, 4, 96, shared_ffn_dim=32, shared_gate=True),
     "biased": MoEConfig(12, 4, 32, renormalize=True, choice_bias=True),

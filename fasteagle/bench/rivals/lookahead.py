@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from fasteagle.decoding.cycle import drawn_tokens
-from fasteagle.drafting.base import Controlled
-from fasteagle.model import KVCache
+from fasteagle.drafting.base import Drafter
 from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import AnyShape, StaticShape
-from fasteagle.state import Accept, Committed, CycleSpec, DecodeState
+from fasteagle.state import Accept, CycleSpec, DecodeState
 from fasteagle.tree import DraftTree
 from fasteagle.verify import Accepted, accept
 
@@ -32,7 +31,7 @@ NONE = -1
 LOOKAHEAD_SHAPE = StaticShape(WINDOW + LEVELS - 1, None, (WINDOW + GUESSES) * LEVELS)
 
 
-class LookaheadDrafter(Controlled):
+class LookaheadDrafter(Drafter):
     """Drafter without weights: it drafts what the target predicted at other positions."""
 
     name = "lookahead"
@@ -40,7 +39,6 @@ class LookaheadDrafter(Controlled):
 
     def __init__(self, vocab_size: int, device: torch.device | str) -> None:
         self.shape: AnyShape = LOOKAHEAD_SHAPE
-        self.caches: list[KVCache] = []
         parents = []
         for guess in range(GUESSES):
             first = 1 + guess * LEVELS
@@ -66,12 +64,6 @@ class LookaheadDrafter(Controlled):
 
     def apart(self) -> Self:
         return copy.deepcopy(self)
-
-    def reserve(self, n_tokens: int) -> None:
-        """Keep nothing: no state of this drafter grows."""
-
-    def extend(self, new: Committed, seq_len: Tensor) -> None:
-        """Do nothing: the committed text itself is all that this drafter reads."""
 
     def accept_for(self, kind: SamplingMode) -> Accept:
         return self._accept

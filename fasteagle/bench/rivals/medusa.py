@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from fasteagle.drafting.draft_head import RankingDrafter
 from fasteagle.drafting.static_tree import check_paths
 from fasteagle.errors import FasteagleError
-from fasteagle.model import KVCache, Transformer
+from fasteagle.model import Transformer
 from fasteagle.shapes import AnyShape, Paths, StaticShape
 from fasteagle.state import Committed, CycleSpec, DecodeState
 from fasteagle.tree import DraftTree
@@ -77,7 +77,6 @@ class MedusaDrafter(RankingDrafter):
         paths = likeliest_paths(ranks, NODES)
         check_paths(paths, target.config.vocab_size)
         self.shape: AnyShape = MEDUSA_SHAPE
-        self.caches: list[KVCache] = []
         weight = target.norm.weight
         self.heads = heads.to(weight.device, weight.dtype).requires_grad_(False)
         self.target = target
@@ -92,9 +91,6 @@ class MedusaDrafter(RankingDrafter):
             torch.tensor(column, device=weight.device) for column in columns
         )
         self.target_ids = torch.arange(target.config.vocab_size, device=weight.device)
-
-    def reserve(self, n_tokens: int) -> None:
-        """Do nothing: this drafter has no cache."""
 
     def extend(self, new: Committed, seq_len: Tensor) -> Tensor:
         """Return the feature [1, D] of the last committed position, which is all that is read."""
