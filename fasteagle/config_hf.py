@@ -87,14 +87,14 @@ def _common(
 ) -> tuple[Fields, dict[str, Any]]:
     """Return the RoPE part of a Hugging Face config, and what models and draft heads share.
 
-    transformers 5 writes `rope_parameters`, older files `rope_scaling` and `rope_theta`. `own` are
-    defaults of the architecture.
+    transformers 5 writes `rope_parameters`, older files `rope_scaling` and `rope_theta`; where both
+    are there, it takes the older. `own` are defaults of the architecture.
     """
     own = own or {}
     fields.require("hidden_size", "num_attention_heads", "intermediate_size", *required)
     _refuse_unsupported(fields)
-    has_parameters = not fields.part("rope_parameters").empty
-    rope = fields.part("rope_parameters" if has_parameters else "rope_scaling")
+    is_old = not fields.part("rope_scaling").empty
+    rope = fields.part("rope_scaling" if is_old else "rope_parameters")
     scaling, linear = _rope_scaling(rope, source)
     return rope, {
         **read_shape(fields, _HF_KEYS, own.get("head_dim")),

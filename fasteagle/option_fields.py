@@ -63,6 +63,8 @@ def check(options: Any) -> None:
             number, what = _NUMBERS[type_name]
             ok = isinstance(value, number) and not isinstance(value, bool)
             require(ok, f"{name} {shown(value)} is not {what}")
+        if type_name == "str" and unset in ("", "None"):
+            require(isinstance(value, str), f"{name} {shown(value)} is not a text")
         limits = field.metadata.get("limits", {})
         if not all(_COMPARISONS[bound][0](value, limits[bound]) for bound in limits):
             allowed = " and ".join(f"{_COMPARISONS[b][1]} {limit:,}" for b, limit in limits.items())
@@ -89,6 +91,7 @@ def require_word(name: str, value: Any, words: Sequence[str]) -> None:
 def check_host_names(name: str, hosts: Sequence[str]) -> None:
     """Raise `FasteagleError` unless the values of the option `name` are names or IP addresses."""
     for host in hosts:
+        require(isinstance(host, str), f"{name} {shown(host)} is not a text")
         require(host != "", f"{name} '' is empty: give a name, as example.org")
         alone = host.count(":") != 1 and not set(host) & set("/[]")  # an IPv6 address has more
         require(alone, f"{name} {host!r}: use the name without a port, as example.org")

@@ -13,7 +13,7 @@ from typing import ClassVar
 from fasteagle.config_fields import parse_shallow_json
 from fasteagle.errors import FasteagleError, shown
 from fasteagle.option_fields import check, check_host_names, option, require
-from fasteagle.shapes import MAX_REACH, FusedShape, TreeShape
+from fasteagle.shapes import MAX_REACH, MOST_NODES, FusedShape, TreeShape
 
 DEFAULT_MODEL = "smollm2-135m"
 DTYPES = ("bf16", "fp16", "fp32")
@@ -242,7 +242,10 @@ class DraftOptions:
         None, "Nodes expanded a level (SGLang: eagle-topk).", least=1, most=1024
     )
     tree_nodes: int | None = option(
-        None, "Nodes verified a pass (SGLang: num-draft-tokens less the root).", least=1, most=4096
+        None,
+        "Nodes verified a pass (SGLang: num-draft-tokens less the root).",
+        least=1,
+        most=MOST_NODES,
     )
     draft_model: str | None = option(
         None, "A smaller model with the same tokenizer, which then drafts (--drafter model)."
@@ -388,8 +391,10 @@ class ServeOptions:
         require(self.host != "", "host '' is empty: give an address, as 127.0.0.1")
         check_host_names("allow-host", self.allow_host)
         for origin in self.allow_origin:
-            plain = origin.count("/") == 2 and origin.startswith(("http://", "https://"))
-            require(plain, f"allow-origin {origin!r}: use scheme and host, as https://example.org")
+            plain = isinstance(origin, str) and re.fullmatch("https?://[^/]+", origin)
+            require(
+                bool(plain), f"allow-origin {origin!r}: use scheme and host, as https://example.org"
+            )
 
 
 EXPORT_FORMATS = ("eagle", "specforge", "speculators", "gguf")

@@ -8,6 +8,7 @@ import fcntl
 import glob
 import json
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -19,9 +20,17 @@ from fasteagle.errors import FasteagleError, first_line, note, reason_of, size_o
 PARTIAL = ".partial"  # ending of temporary folders
 
 
+def home() -> Path:
+    """Return the user's home folder; a temporary one for a user without, as in some containers."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return Path(tempfile.gettempdir(), f"fasteagle-{os.getuid()}")
+
+
 def cache_dir() -> Path:
     """Return the XDG cache folder: models, compiled code, other files that can be made again."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fasteagle"
+    return Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "fasteagle"
 
 
 def ensure_cache(notify: Callable[[str], None]) -> None:
@@ -29,8 +38,10 @@ def ensure_cache(notify: Callable[[str], None]) -> None:
     cache = cache_dir()
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=cache):
-            return
+        for folder in (cache, *(entry for entry in cache.iterdir() if entry.is_dir())):
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        return
     except OSError as error:
         reason = error.strerror
     home = Path(tempfile.mkdtemp(prefix="fasteagle-cache-"))
@@ -60,7 +71,7 @@ def compiled_dir() -> Path:
 
 def state_dir() -> Path:
     """Return the XDG state folder, of the chat history file."""
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "fasteagle"
+    return Path(os.environ.get("XDG_STATE_HOME") or home() / ".local/state") / "fasteagle"
 
 
 def costs_path(identity: str, scheme: str, drafter: str) -> Path:
@@ -202,7 +213,7 @@ def replacing(target: Path) -> Iterator[Path]:
     Libraries report a full disk in different ways: here any failure to write raises
     `FasteagleError`, and the old file stays.
     """
-    temporary = target.with_name(f".{target.name}.tmp")
+    temporary = target.with_name(f".{target.name}-{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         yield temporary
         os.replace(temporary, target)

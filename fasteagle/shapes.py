@@ -8,6 +8,8 @@ from pathlib import Path
 from fasteagle.config_fields import parse_json_file
 from fasteagle.errors import FasteagleError, reason_of
 
+MOST_NODES = 4096  # of a tree that a person gives
+
 
 class Shape:
     """Base class of shapes: a pass verifies `nodes` drafted tokens and the root."""
@@ -187,8 +189,8 @@ def read_tree(path: Path) -> Paths:
         raw = parse_json_file(path)
         if not all(type(rank) is int for node in raw for rank in node):
             raise ValueError("ranks must be integers")
-        if any(len(node) > MAX_REACH for node in raw):
-            raise ValueError(f"at most {MAX_REACH} ranks each")
+        if len(raw) > MOST_NODES or any(len(node) > MAX_REACH for node in raw):
+            raise ValueError(f"at most {MOST_NODES:,} paths of {MAX_REACH} ranks each")
         return tuple(tuple(node) for node in raw)
     except TypeError as error:
         raise FasteagleError(f"tree file {path}: expected a list of paths ({error})") from error

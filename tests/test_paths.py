@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -12,7 +13,14 @@ import pytest
 
 from fasteagle import paths
 from fasteagle.errors import FasteagleError
-from fasteagle.paths import atomic_dir, cache_dir, compiled_dir, write_atomic
+from fasteagle.paths import (
+    atomic_dir,
+    cache_dir,
+    compiled_dir,
+    ensure_cache,
+    replacing,
+    write_atomic,
+)
 
 
 def test_atomic_writes(tmp_path, monkeypatch):
@@ -136,3 +144,41 @@ def test_compiled_code_of_other_instructions_lies_elsewhere(monkeypatch):
     assert paths.compiled_dir() != usual
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
     assert paths.compiled_dir() == Path("/elsewhere")
+
+
+def test_two_writers_of_one_file_do_not_meet(tmp_path):
+    target = tmp_path / "features.safetensors"
+    with replacing(target) as first:
+        first.write_text("first, whole")
+        with replacing(target) as second:
+            second.write_text("sec")
+        assert target.read_text() == "sec" and first.read_text() == "first, whole"
+    assert target.read_text() == "first, whole" and list(tmp_path.iterdir()) == [target]
+
+
+def test_a_user_without_a_home_has_a_temporary_one(monkeypatch):
+    def unknown():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", unknown)
+    assert cache_dir().is_relative_to(tempfile.gettempdir())
+
+
+def test_a_part_of_the_cache_that_cannot_be_written(tmp_path, monkeypatch):
+    """As after one run with sudo."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (cache_dir() / "tokenizers").mkdir(parents=True)
+    (cache_dir() / "tokenizers" / "kept").write_text("x")
+    real = tempfile.TemporaryFile
+
+    def temporary(dir):
+        if dir.name == "tokenizers":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(dir=dir)
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", temporary)
+    said = []
+    ensure_cache(said.append)
+    assert "nothing is kept" in said[0] and cache_dir().parent != tmp_path
+    assert (cache_dir() / "tokenizers" / "kept").read_text() == "x"

@@ -5,6 +5,7 @@ Loading goes tensor by tensor, so that the peak is one copy of the model.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ from fasteagle.loading.tensors import (
 from fasteagle.model import KEY_BLOCK, Block, MoE, Transformer
 from fasteagle.uninitialized import Uninitialized
 
+COMPARED = 2**16  # values of an LM head and an embedding, by which copies are known
+
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open a `.gguf` file or a Hugging Face folder.
@@ -56,10 +59,27 @@ def open_checkpoint(path: Path) -> Checkpoint:
             multipliers = multipliers_from_hf(raw, str(path / "config.json"))
             if checkpoint.config.architecture in ERNIES:
                 checkpoint = HalvedCheckpoint(checkpoint)
+    if _has_own_head(checkpoint):
+        checkpoint.config = dataclasses.replace(checkpoint.config, tie_embeddings=False)
     if multipliers is not None:
         checkpoint = MultipliedCheckpoint(checkpoint, multipliers)
     check_complete(checkpoint, str(path))
     return checkpoint
+
+
+def _has_own_head(checkpoint: Checkpoint) -> bool:
+    """Return whether the files of a tied model hold an LM head with other values.
+
+    transformers does not tie such models either. A copy that is quantized is one of the embedding.
+    """
+    name, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    names = checkpoint.names()
+    if not checkpoint.config.tie_embeddings or not {name, embedding} <= names:
+        return False
+    if checkpoint.bits(name) is not None or checkpoint.shape(name) != checkpoint.shape(embedding):
+        return False
+    first, other = (checkpoint.start(n, COMPARED).flatten()[:COMPARED] for n in (name, embedding))
+    return not torch.equal(first.float(), other.float())
 
 
 def _open_folder(path: Path, raw: dict[str, Any]) -> Checkpoint:

@@ -92,7 +92,10 @@ class GGUFFile(Checkpoint):
                 f"{path}: one of {parts} parts: llama-gguf-split --merge joins them"
             )
         check_types(path, index.tensors)
-        named = {hf_name(n): t for n, t in index.tensors.items() if n != ROPE_FACTORS}
+        named: dict[str, GGUFTensor] = {}
+        for own, tensor in index.tensors.items():
+            if own != ROPE_FACTORS and named.setdefault(hf_name(own), tensor) is not tensor:
+                raise FasteagleError(f"{path}: two tensors are {hf_name(own)}: fetch it again")
         # A plain view: the memmap subclass costs microseconds on each of a million slices.
         self._data = np.asarray(np.memmap(path, mode="r", dtype=np.uint8))
         self.config = self._config(named, index.tensors.get(ROPE_FACTORS))
@@ -263,6 +266,8 @@ def _dequantized_blocks(raw: np.ndarray, tensor: GGUFTensor) -> Tensor:
 
 def rope_factors(path: Path, data: np.ndarray, tensor: GGUFTensor) -> tuple[float, ...]:
     """Return the divisors of RoPE's frequencies that a file holds. Raises `FasteagleError`."""
+    if tensor.kind != "F32":
+        raise FasteagleError(f"{path}: {ROPE_FACTORS} is {tensor.kind}, not F32: fetch it again")
     values = data[tensor.offset : tensor.offset + tensor.n_bytes].view(np.float32)
     if not (np.isfinite(values) & (values > 0)).all():
         raise FasteagleError(f"{path}: {ROPE_FACTORS} is not above 0: fetch it again")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,8 @@ from fasteagle.errors import FasteagleError, first_line
 from fasteagle.loading.gguf_index import read_index
 from fasteagle.paths import atomic_dir, cache_dir
 
-CONVERSION = 2  # version of converted GGUF tokenizers: a new number converts them again
+CONVERSION = 3  # version of converted GGUF tokenizers: a new number converts them again
+SIZES = "sizes.json"  # of the files of a converted tokenizer
 # GGUF names the splitting rule of a byte-level BPE instead of storing it.
 _DIGITS = "digits"
 _PRE_TOKENIZERS = {
@@ -32,7 +36,7 @@ def transformers_library() -> Any:
     return transformers
 
 
-def reason_of(error: Exception) -> str:
+def reason_of(error: BaseException) -> str:
     """Return why transformers cannot load a tokenizer, for example code that we never run."""
     if "custom code" in str(error):
         return "its files want Python code of their own to be run (auto_map), which is never done"
@@ -42,19 +46,34 @@ def reason_of(error: Exception) -> str:
 def converted_gguf(path: Path) -> Path:
     """Return the folder with a GGUF file's tokenizer, converted once (it takes seconds)."""
     folder = cache_dir() / "tokenizers" / _file_key(path)
-    if folder.exists():
+    if _is_whole(folder):
         return folder
-    try:
-        backend = transformers_library().AutoTokenizer.from_pretrained(
-            path.parent, gguf_file=path.name, local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:
-        reason = reason_of(error)
-        raise FasteagleError(f"{path}: its tokenizer cannot be converted ({reason})") from error
+    shutil.rmtree(folder, ignore_errors=True)
+    # Beside other files transformers would read their tokenizer instead of the file's own.
+    with tempfile.TemporaryDirectory() as alone:
+        Path(alone, path.name).symlink_to(path.resolve())
+        try:
+            backend = transformers_library().AutoTokenizer.from_pretrained(
+                alone, gguf_file=path.name, local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:
+            reason = reason_of(error)
+            raise FasteagleError(f"{path}: its tokenizer cannot be converted ({reason})") from error
     set_pre_tokenizer(backend, path)
     with atomic_dir(folder, shared=True) as temporary:
         backend.save_pretrained(temporary)
+        sizes = {file.name: file.stat().st_size for file in temporary.iterdir()}
+        (temporary / SIZES).write_text(json.dumps(sizes) + "\n")
     return folder
+
+
+def _is_whole(folder: Path) -> bool:
+    """Return whether a folder has all files of a converted tokenizer, each of its size."""
+    try:
+        sizes = json.loads((folder / SIZES).read_text())
+        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def _file_key(path: Path) -> str:

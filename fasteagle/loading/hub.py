@@ -24,7 +24,7 @@ from fasteagle.paths import require_free_space
 WEIGHT_PATTERNS = ["*.safetensors", "*.safetensors.index.json"]
 TORCH_PATTERNS = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
 UNUSED_PATTERNS = ["*/*", "consolidated*"]  # the same weights for other programs
-SIDE_PATTERNS = ["*.json", "tokenizer.model", "*.jinja"]
+SIDE_PATTERNS = ["*.json", "tokenizer.model", "*.jinja", "freq_*.pt"]
 ANSWER_SECONDS = 3.0  # for the hub's list of files, and for pip at each try
 
 

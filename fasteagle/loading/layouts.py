@@ -83,14 +83,14 @@ class CompressedTensorsLayout:
         self.required = tuple(part for part in self.parts if needed.get(part, True))
 
     def geometry(self, shapes: Mapping[str, Shape], load: Callable[[str], Tensor]) -> Geometry:
-        shape = tuple(load("weight_shape").flatten().tolist())
+        shape = tuple(map(int, load("weight_shape").flatten().tolist()))
         return formats.compressed_tensors_geometry(
             shapes["weight_packed"], shapes["weight_scale"], shape
         )
 
     def unpack(self, parts: Mapping[str, Tensor]) -> Imported:
         # The rows that were read, which may be only the first ones.
-        shape = (len(parts["weight_packed"]), int(parts["weight_shape"][1]))
+        shape = (len(parts["weight_packed"]), int(parts["weight_shape"].flatten()[1]))
         return formats.from_compressed_tensors(
             parts["weight_packed"],
             parts["weight_scale"],

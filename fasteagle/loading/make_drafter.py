@@ -217,13 +217,12 @@ class Drafting:
         head = self.head
         try:
             files = (find_head(options.head, name, identity) or self.own) if head is None else None
+            if files is not None:
+                head = files.loaded(engine.model.config, options.tap_layers)
         except FasteagleError as error:
             if options.drafter != "auto" or options.head is not None:
                 raise
             notify(f"warning: {error}")  # the answer does not depend on it
-            files = None
-        if files is not None:
-            head = files.loaded(engine.model.config, options.tap_layers)
         if head is not None:
             _tell_mismatch(head, name, identity, checkpoint, notify)
             return _eagle(engine, checkpoint, options, head, identity, notify, corpus, self.strict)

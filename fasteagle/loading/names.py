@@ -94,7 +94,7 @@ def _ffn_shapes(config: ModelConfig, i: int) -> dict[str, Shape]:
 
 def mtp_name(name: str, n_layer: int) -> str:
     """Return the name in `MTP_LAYERS` of a tensor in a block after the first `n_layer`."""
-    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
+    match = re.fullmatch(r"model\.layers\.(\d{1,9})\.(.+)", name)
     if match is None or int(match[1]) < n_layer:
         return name
     return f"{MTP_LAYERS}{int(match[1]) - n_layer}.{match[2]}"

@@ -132,7 +132,8 @@ class OpenedModel:
         if beyond:
             raise FasteagleError(
                 f"{self.name}: eos_token_id {max(beyond)} is beyond the vocabulary of "
-                f"{config.vocab_size:,}: correct config.json or generation_config.json"
+                f"{config.vocab_size:,}: correct config.json, "
+                "generation_config.json or the tokens added in tokenizer.json"
             )
 
     @property

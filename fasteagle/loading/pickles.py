@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ def unpickled(file: Path, mmap: bool = False, fix: str = "use a safetensors vers
 
     Raises `FasteagleError` for a damaged file, and for one with other objects, with the `fix`.
     """
+    if zipfile.is_zipfile(file) and not _is_stored(file):
+        raise FasteagleError(f"{file}: its parts are compressed, which torch does not write: {fix}")
     try:
         return torch.load(file, map_location="cpu", mmap=mmap, weights_only=True)
     except Exception as error:  # pickle, zip and RuntimeError, depending on the damage
@@ -23,6 +26,15 @@ def unpickled(file: Path, mmap: bool = False, fix: str = "use a safetensors vers
             f"{file}: not a weights-only torch file ({first_line(error)}): it is damaged or would "
             f"run code, {fix}"
         ) from error
+
+
+def _is_stored(file: Path) -> bool:
+    """Return whether a zip file holds its parts uncompressed, so that they can be mapped."""
+    try:
+        with zipfile.ZipFile(file) as parts:
+            return all(part.compress_type == zipfile.ZIP_STORED for part in parts.infolist())
+    except (OSError, zipfile.BadZipFile):
+        return True  # damaged, as torch will say
 
 
 def unpickled_tensors(file: Path, mmap: bool = False) -> dict[str, Tensor]:
@@ -35,7 +47,7 @@ def unpickled_tensors(file: Path, mmap: bool = False) -> dict[str, Tensor]:
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
         raise FasteagleError(f"{file}: not a weights-only torch file (no dict of tensors)")
     tensors = {name: tensor for name, tensor in value.items() if isinstance(tensor, Tensor)}
-    others = sorted(name for name, tensor in tensors.items() if not _is_plain(tensor))
+    others = sorted(name for name, tensor in tensors.items() if not is_plain(tensor))
     if others:
         raise FasteagleError(
             f"{file}: not plain tensors: {shortened(others)}: use a safetensors version of it"
@@ -43,7 +55,7 @@ def unpickled_tensors(file: Path, mmap: bool = False) -> dict[str, Tensor]:
     return tensors
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
     """Return whether a tensor has a place in memory for each of its values."""
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
         return False

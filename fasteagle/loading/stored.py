@@ -135,7 +135,7 @@ class StoredFolder(SafetensorsFolder):
         for name, entry in self._packed.items():
             try:
                 _require_dtypes(self.packed(name))
-            except (AssertionError, KeyError, ValueError, FasteagleError) as error:
+            except (AssertionError, KeyError, TypeError, ValueError, FasteagleError) as error:
                 raise FasteagleError(
                     f"{self.path}: {name} does not fit its header {entry} ({error}): "
                     "quantize the model again"

@@ -35,6 +35,9 @@ class ChatTokenizer:
         if isinstance(own, dict):
             self._with_tools = None if template else own.get("tool_use")
             own = own.get("default") or next(iter(own.values()), None)
+        for text in (own, self._with_tools):
+            if text is not None and not isinstance(text, str):
+                raise FasteagleError(f"chat_template is {text!r}, not a text: fetch it again")
         self._template = template or own
         self.eos_ids = eos_ids
 
@@ -305,7 +308,11 @@ def load_tokenizer(path: Path, template: str | None = None) -> ChatTokenizer:
         backend.encode("a")  # some fields of wrong types are found only here
     except StrictDataclassError as error:  # of a field that only transformers reads
         raise FasteagleError(f"{folder / 'config.json'}: {error.__cause__ or error}") from error
-    except Exception as error:  # transformers raises OSError, ValueError, ImportError, KeyError
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except (
+        BaseException
+    ) as error:  # of all kinds; a panic of the tokenizers library is no Exception
         raise FasteagleError(f"{path}: no usable tokenizer ({reason_of(error)})") from error
     return ChatTokenizer(backend, _eos_ids(folder, backend), template)
 

@@ -262,7 +262,8 @@ class Work:
         self._state: dict[str, Any] = {"key": key, "results": {}, "spent": 0.0}
         if self._path.exists():
             self._state = read_json(self._path)
-            if not self._state.keys() >= {"key", "results", "spent"}:
+            kinds: dict[str, Any] = {"key": dict, "results": dict, "spent": int | float}
+            if not all(isinstance(self._state.get(name), kind) for name, kind in kinds.items()):
                 raise FasteagleError(f"{self._path} is no state of a calibration: remove {folder}")
             if not resume:
                 raise FasteagleError(

@@ -7,10 +7,11 @@ temperature, `id` the conversation's number, `turn` and `turns` its place in it.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from fasteagle.config_fields import parse_json
 from fasteagle.errors import FasteagleError
@@ -27,26 +28,36 @@ class DataFile:
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
         self._path = path
         require_writable(path)
-        beside = path.with_name(f"{path.name}.settings.json")
-        if path.exists() and path.stat().st_size:
-            try:
-                begun = parse_json(beside.read_text("utf-8"))
-                if not isinstance(begun, dict):
-                    raise ValueError("no settings")
-            except (OSError, ValueError) as error:
-                raise FasteagleError(
-                    f"{path} is there, but not begun by generate-data ({beside.name} is missing "
-                    "or damaged): give another --out"
-                ) from error
-            require_same(path, begun, settings)
-        else:
-            write_atomic(beside, (json.dumps(settings, indent=1) + "\n").encode())
         self.next_number = 0
         self.conversations = 0  # with an answer in the file
         self.tokens = 0  # of answers
         self._prompts: set[tuple[int, ...]] = set()
-        self._load()
         self._file = path.open("a", encoding="utf-8")
+        try:
+            _lock(self._file, path)
+            self._begin(settings)
+            self._load()
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, settings: dict[str, Any]) -> None:
+        """Write the settings of a new file, or compare those of one that goes on."""
+        path = self._path
+        beside = path.with_name(f"{path.name}.settings.json")
+        if not path.stat().st_size:
+            write_atomic(beside, (json.dumps(settings, indent=1) + "\n").encode())
+            return
+        try:
+            begun = parse_json(beside.read_text("utf-8"))
+            if not isinstance(begun, dict):
+                raise ValueError("no settings")
+        except (OSError, ValueError) as error:
+            raise FasteagleError(
+                f"{path} is there, but not begun by generate-data ({beside.name} is missing "
+                "or damaged): give another --out"
+            ) from error
+        require_same(path, begun, settings)
 
     def close(self) -> None:
         self._file.close()
@@ -76,8 +87,6 @@ class DataFile:
 
     def _load(self) -> None:
         """Count the conversations in the file, and cut off one that was not written to its end."""
-        if not self._path.exists():
-            return
         data = self._path.read_bytes()
         lines = data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
         parsed = [_parsed(line, f"{self._path}, line {n}") for n, line in enumerate(lines, 1)]
@@ -98,12 +107,27 @@ class DataFile:
             self._prompts.add(tuple(line["ids"][:prompt_len]))
 
 
+def _lock(file: IO[str], path: Path) -> None:
+    """Keep other processes from writing to the file. Raises `FasteagleError` where one does."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise FasteagleError(
+            f"{path} is being written by another process: wait for it, or give another --out"
+        ) from error
+    except OSError:  # a file system without locks
+        pass
+
+
 def _parsed(line: bytes, where: str) -> dict[str, Any]:
     try:
         raw = parse_json(line.decode())
         numbers = [raw[key] for key in ("id", "turn", "turns", "prompt_len")]
-        if not all(type(n) is int for n in numbers) or not isinstance(raw["ids"], list):
-            raise ValueError("whole numbers and a list")
+        ids = raw["ids"]
+        if not isinstance(ids, list) or not all(type(n) is int for n in (*numbers, *ids)):
+            raise ValueError("whole numbers and a list of them")
+        if not 1 <= raw["prompt_len"] <= len(ids):
+            raise ValueError(f"prompt_len {raw['prompt_len']} of {len(ids)} ids")
         return raw
     except (ValueError, TypeError, KeyError) as error:
         raise FasteagleError(

@@ -84,6 +84,9 @@ class ServedModel:
         try:
             choice = answer["choices"][0]
             text, is_cut = choice["message"]["content"] or "", choice["finish_reason"] == "length"
+            if not isinstance(text, str):
+                raise TypeError("content must be a text")
+            text = text.encode("utf-8", "replace").decode()  # JSON may hold halves of characters
         except (KeyError, IndexError, TypeError) as error:
             raise FasteagleError(
                 f"{self._url}: the answer is not a chat completion ({error!r}): "

@@ -114,7 +114,8 @@ REFUSED = [
     (CHAT, "--tree ''", "tree '' is empty"),
     (CHAT, "--tree DIR", "tree file DIR: expected a list of paths (Is a directory)"),
     (CHAT, "--tree /dev/zero", "/dev/zero: expected a list of paths (it has more than 64 MiB)"),
-    (CHAT, "--tree DIR/tall.json", "expected a list of paths (at most 63 ranks each)"),
+    (CHAT, "--tree DIR/tall.json", "expected a list of paths (at most 4,096 paths of 63 ranks"),
+    (CHAT, "--tree DIR/wide.json", "expected a list of paths (at most 4,096 paths of 63 ranks"),
     (CHAT, "--tree DIR/bytes", "expected a list of paths (it is not UTF-8)"),
     (CHAT, "--tree x.json --tree-depth 2", "--tree-depth has no meaning with --tree FILE"),
     (CHAT, "--tree x.json --drafter eagle", "--tree FILE is a static tree: drop --drafter eagle"),
@@ -183,6 +184,7 @@ def places(tmp_path_factory):
     (folder / "one").write_text("{}")
     (folder / "talk").write_text('{"ids": [1, 2, 3, 4], "prompt_len": 1}')
     (folder / "empty").touch()
+    (folder / "wide.json").write_text(json.dumps([[n] for n in range(4097)]))
     (folder / "tall.json").write_text(json.dumps([[0] * n for n in range(1, 65)]))
     (folder / "endless").write_text("start: start")
     (folder / "numbers.json").write_text('{"type": "integer", "minimum": 5, "maximum": 3}')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import zipfile
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.names import expected_shapes
 from fasteagle.loading.quantize import with_scheme
 from fasteagle.loading.tensors import DummyCheckpoint
-from helpers import change_tensors, make_hf_model, tiny_config
+from helpers import change_tensors, edit_json, make_hf_model, tiny_config
 
 
 def load(path, dtype=torch.float32, max_seq_len=64):
@@ -177,4 +178,39 @@ def test_truncated_torch_bin(folder):
     torch.save(tensors, path)
     path.write_bytes(path.read_bytes()[:5000])
     with pytest.raises(FasteagleError, match=r"pytorch_model\.bin"):
+        load(folder)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_tied_model_with_an_lm_head_of_its_own(folder, tiny_dir, same):
+    """transformers does not tie it either where the values differ."""
+    head = load_file(tiny_dir / "model.safetensors")["lm_head.weight"]
+    edit_json(folder / "config.json", tie_word_embeddings=True)
+    if same:
+        embedding = load_file(tiny_dir / "model.safetensors")["model.embed_tokens.weight"]
+        change_tensors(folder, lambda tensors: tensors.update({"lm_head.weight": embedding}))
+    model = load(folder)
+    assert open_checkpoint(folder).config.tie_embeddings == same
+    assert torch.equal(model.lm_head.weight, model.embedding.weight if same else head.float())
+
+
+@pytest.mark.parametrize("old", [{}, {"rope_type": "linear", "factor": 4.0}])
+def test_of_two_rope_fields_the_older_counts(folder, old):
+    """As in transformers."""
+    edit_json(folder / "config.json", rope_parameters={"rope_type": "default"}, rope_scaling=old)
+    assert open_checkpoint(folder).config.rope_linear_factor == old.get("factor", 1.0)
+
+
+def test_torch_bin_with_compressed_parts(folder):
+    """torch maps the file, and would take compressed bytes for values."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(tensors, folder / "stored")
+    with (
+        zipfile.ZipFile(folder / "stored") as stored,
+        zipfile.ZipFile(folder / "pytorch_model.bin", "w", zipfile.ZIP_DEFLATED) as packed,
+    ):
+        for part in stored.infolist():
+            packed.writestr(part.filename, stored.read(part))
+    with pytest.raises(FasteagleError, match="bin: its parts are compressed, .*safetensors"):
         load(folder)

@@ -237,3 +237,27 @@ def test_no_more_experts_are_listed_than_the_config_says(layer, n_expert, listed
     assert len(matrices) == listed and (listed > 1 or list(matrices) == [name])
     parts = list(parts_of(config, f"{block}.down_proj", (n_expert, 2, 4)))
     assert len(parts) == listed and (listed > 1 or parts == [(f"{block}.down_proj", ())])
+
+
+def test_two_tensors_of_one_name_are_refused(tmp_path):
+    model = make_hf_model("llama3")
+    extra = np.zeros(64, np.float32)
+    add = GGUFWriter.add_tensor
+
+    def with_another(self, key, tensor, **more):
+        add(self, key, tensor, **more)
+        if key == "output_norm.weight":
+            add(self, "model.norm.weight", extra)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GGUFWriter, "add_tensor", with_another)
+        write_gguf(tmp_path / "m.gguf", model)
+    with pytest.raises(FasteagleError, match=r"two tensors are model\.norm\.weight"):
+        GGUFFile(tmp_path / "m.gguf")
+
+
+def test_rope_factors_of_another_type_are_refused(tmp_path):
+    data = np.ones(2, np.float16).view(np.uint8)
+    tensor = GGUFTensor("F16", (2,), 0, data.nbytes)
+    with pytest.raises(FasteagleError, match=r"rope_freqs.weight is F16, not F32"):
+        rope_factors(tmp_path / "m.gguf", data, tensor)

@@ -76,7 +76,14 @@ def test_frequent_list_is_a_draft_vocabulary(target, tmp_path):
     torch.save([7, 3, 59, 0], tmp_path / "freq_4.pt")
     loaded, _ = load_head(tmp_path, CONFIG)
     assert loaded.target_ids().tolist() == [0, 3, 7, 59]
-    for wrong in (["a", "b"], {"a": 1}, [True, False]):
+    torch.save([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], tmp_path / "freq_10.pt")
+    assert load_head(tmp_path, CONFIG)[0].target_ids().tolist() == list(range(1, 11))
+    (tmp_path / "freq_10.pt").unlink()
+    shared = [[1] * 9]
+    for _ in range(40):
+        shared = [shared, shared]
+    few = torch.zeros(1, dtype=torch.int64).expand(2**40)  # a few bytes in the file
+    for wrong in (["a", "b"], {"a": 1}, [True, False], torch.rand(4), few, shared):
         torch.save(wrong, tmp_path / "freq_4.pt")
         with pytest.raises(FasteagleError, match="freq_4.pt: not a list of token ids"):
             load_head(tmp_path, CONFIG)
@@ -165,6 +172,8 @@ AGAIN = "fetch it again, or choose another with --head"
 NAMES = [name for name in DIALECTS if name != E1]
 YARN = {"rope_type": "yarn", "factor": 4.0}
 
+UNSIGNED = torch.uint16, torch.uint32, torch.uint64
+
 BAD = [
     # A key missing, a key too many, a wrong shape, a wrong type: in every dialect.
     *((name, dropped("fc.weight"), f"missing fc.weight: {AGAIN}") for name in DIALECTS),
@@ -191,6 +200,8 @@ BAD = [
     (E1, said(vocab_size=61), "for a vocabulary of 61, the model has 60: .*no-spec"),
     (SP, said(target_hidden_size=64), "for a width of 64, the model has 32"),
     (SP, said(transformer_layer_config=None), "config.json"),
+    *((E3, changed("d2t", lambda d2t, t=t: d2t.to(t)), None) for t in UNSIGNED),
+    (E3, changed("t2d", lambda t2d: t2d.to(torch.uint16)), None),
     (E1, put("d2t", torch.tensor(3)), r"d2t is \(\), expected \(1,\): fetch"),
     (E1, put("d2t", torch.zeros(0, dtype=torch.int64)), "d2t does not list ascending ids"),
     (E1, said(draft_vocab_size=30), "missing d2t"),

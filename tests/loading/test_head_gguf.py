@@ -211,6 +211,8 @@ def test_metadata_that_is_wrong(target, tokenizer, tmp_path, monkeypatch, key, v
         ("d2t", np.zeros((30, 1), np.int64), "d2t is I64 of shape .30, 1.: must be a list"),
         ("blk.0.attn_q.weight", np.zeros((30, 64), np.float32), "q_proj.weight is .30, 64., expec"),
         ("fc.weight", np.zeros((32, 64), np.float32), "fc reads 64 values, 2 layers of 32, but"),
+        ("rope_freqs.weight", np.ones(8, np.float16), "rope_freqs.weight is F16, not F32"),
+        ("d2t.weight", np.zeros(30, np.int64), "two tensors are d2t"),
         ("d2t", np.arange(30)[::-1].copy(), "d2t does not list ascending ids below 60"),
         ("d2t", np.arange(20), r"lm_head.weight is \(30, 32\), expected \(20, 32\)"),
         ("d2t", None, r"lm_head.weight is \(30, 32\), expected \(60, 32\)"),
@@ -220,6 +222,8 @@ def test_tensors_that_are_wrong(target, tokenizer, tmp_path, monkeypatch, name, 
     add = GGUFWriter.add_tensor
 
     def spoiled(self, key, tensor, **more):
+        if key == "fc.weight" and name in ("rope_freqs.weight", "d2t.weight"):
+            add(self, name, values)
         if key != name:
             add(self, key, tensor, **more)
         elif values is not None:

@@ -282,6 +282,12 @@ def put(part, value):
         ("compressed", put("weight_scale", lambda t: t[:, :3]), "shapes do not fit"),
         ("compressed", put("weight_scale", lambda t: t[:, :2]), "is 4-bit g64, where"),
         ("compressed", put("weight_zero_point", lambda t: t[:8]), "weight_zero_point is torch.int"),
+        (
+            "compressed",
+            put("weight_zero_point", lambda t: t.new_full((8 * len(t), t.shape[1]), -9).char()),
+            "weight_zero_point is beyond 4 b",
+        ),
+        ("compressed", put("weight_shape", lambda t: t.float()[:1]), "shapes do not fit"),
         ("compressed", put("weight_packed", lambda t: t[:64]), "shapes do not fit"),
         ("compressed", put("weight", torch.zeros(128, 128)), "q_proj.weight is there unpacked"),
     ],

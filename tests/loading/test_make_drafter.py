@@ -21,6 +21,7 @@ from fasteagle.loading.heads.write import save_head
 from fasteagle.loading.make_drafter import Drafting
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.options import DraftOptions, SamplingParams
+from fasteagle.paths import cache_dir
 from fasteagle.shapes import GatedChain, TreeShape, read_tree
 from head_folders import DIALECTS, head_for, write_folder
 from helpers import eagle3_of, forbid, random_head
@@ -159,6 +160,17 @@ def test_a_head_that_cannot_be_fetched_is_no_reason_not_to_answer(
     assert "cannot fetch yuhuili/EAGLE-Vicuna-7B-v1.3" in said[0] and "n-grams" in said[1]
     with pytest.raises(FasteagleError, match="cannot fetch"):
         Drafting(DraftOptions("eagle")).drafter("vicuna-7b", engine, checkpoint, said.append)
+
+
+def test_a_damaged_calibrated_head_is_no_reason_not_to_answer(checkpoint, model):
+    folder = cache_dir() / "heads" / fingerprint(checkpoint)
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    said, engine = [], Engine(model, 512)
+    drafter = Drafting(DraftOptions()).drafter("x", engine, checkpoint, said.append)
+    assert isinstance(drafter, NgramDrafter) and str(folder) in said[0]
+    with pytest.raises(FasteagleError):
+        Drafting(DraftOptions("eagle")).drafter("x", engine, checkpoint, said.append)
 
 
 def test_tree_files(tmp_path, model, checkpoint, head_dir):

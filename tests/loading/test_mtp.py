@@ -186,14 +186,13 @@ def test_a_quantized_folder_has_it_too(ernie, tmp_path):
 
 @pytest.mark.parametrize("drop", [OWN, f"{OWN}mlp."], ids=["whole", "a part"])
 def test_a_folder_without_the_layer(qwen2, tmp_path, drop):
-    """Runs without a draft head; half a layer is an error."""
+    """Runs without a draft head; half a layer is told."""
     folder = write_mimo(tmp_path, qwen2, drop)
     assert open_checkpoint(folder).config.qkv_bias
     result = invoke("chat", "--model", folder, "-p", "hello", "--max-new-tokens", 5)
-    if drop != OWN:
-        assert result.exit_code == 2 and "missing layers.0.mlp.gate_proj" in result.stderr
-    else:
-        assert result.exit_code == 0 and "no draft head for this model" in result.stderr
+    assert result.exit_code == 0 and "no draft head for this model" in result.stderr
+    assert ("missing layers.0.mlp.gate_proj" in result.stderr) == (drop != OWN)
+    if drop == OWN:
         with pytest.raises(FasteagleError, match="more than one decoder layer"):
             load_head(folder, open_checkpoint(folder).config)
 

@@ -139,6 +139,13 @@ def said(place, **changes):
     return damage
 
 
+def packs_a_vector(folder):
+    """Say that a norm is packed, which it is not."""
+    raw = json.loads((folder / CONFIG).read_text())["quantization_config"]
+    entry = next(iter(raw["packed"].values()))
+    said("quantization_config", packed=raw["packed"] | {"model.norm": entry})(folder)
+
+
 DAMAGE = [
     (lambda folder: (folder / SHARD).unlink(), "shards named by .* are missing"),
     (shortened(SHARD, 0), "damaged or truncated"),
@@ -152,6 +159,7 @@ DAMAGE = [
         said("quantization_config", packed={f"{PART[:-1]}": {"bits": 4, "group_size": 64}}),
         "not fit",
     ),
+    (packs_a_vector, "does not fit its header"),
     (said("model", rope_freq_factors=[1.0, 2.0]), "rope_freq_factors is .* must be 8 numbers"),
     (put("q", lambda q: None), "names tensors that are not there"),
     (put("q", lambda q: q.to(torch.int16)), "q is torch.int16"),

@@ -16,7 +16,7 @@ from gguf import GGUFWriter
 from fasteagle.cli.main import main
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.entries import VICUNA_TEMPLATE
-from fasteagle.loading.gguf_tokenizer import set_pre_tokenizer
+from fasteagle.loading.gguf_tokenizer import converted_gguf, set_pre_tokenizer
 from fasteagle.loading.tokenizer import ChatTokenizer, load_tokenizer
 from gguf_files import finish
 from helpers import THINKING_TEMPLATE, TINY_VOCAB, edit_json
@@ -229,6 +229,42 @@ def test_gguf_template_special_tokens_and_cache(tmp_path, monkeypatch):
         "fasteagle.loading.gguf_tokenizer.set_pre_tokenizer", lambda *a: pytest.fail("again")
     )
     assert load_tokenizer(path).encode(text) == tokenizer.encode(text)
+
+
+def test_a_gguf_file_beside_other_files_has_its_own_tokenizer(tmp_path, tiny_dir):
+    write_gguf_tokenizer(tmp_path / "m.gguf", "smollm")
+    alone = load_tokenizer(tmp_path / "m.gguf").encode("a 12")
+    beside = shutil.copytree(tiny_dir, tmp_path / "beside")
+    path = shutil.copy(tmp_path / "m.gguf", beside / "m.gguf")
+    tokenizer = load_tokenizer(Path(path))
+    assert tokenizer.encode("a 12") == alone and tokenizer.render(USER) == "<|im_start|>Hi"
+
+
+@pytest.mark.parametrize("damage", [lambda f: f.unlink(), lambda f: f.write_text("{")])
+@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja", "sizes.json"])
+def test_a_damaged_kept_tokenizer_is_made_again(tmp_path, name, damage):
+    path = tmp_path / "m.gguf"
+    write_gguf_tokenizer(path, "smollm")
+    before = load_tokenizer(path).render(USER)
+    damage(converted_gguf(path) / name)
+    assert load_tokenizer(path).render(USER) == before == "<|im_start|>Hi"
+
+
+@pytest.mark.parametrize("template", [5, True, [{"name": "default", "template": 5}]])
+def test_a_template_that_is_no_text_costs_one_line(tiny_dir, tmp_path, template):
+    folder = shutil.copytree(tiny_dir, tmp_path / "model")
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    edit_json(folder / "tokenizer_config.json", chat_template=template)
+    with pytest.raises(FasteagleError, match="chat_template is|no usable tokenizer"):
+        load_tokenizer(folder).render(USER)
+
+
+def test_a_panic_of_the_tokenizers_library_costs_one_line(tiny_dir, tmp_path):
+    folder = shutil.copytree(tiny_dir, tmp_path / "model")
+    normalizer = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    edit_json(folder / "tokenizer.json", normalizer=normalizer)
+    with pytest.raises(FasteagleError, match="no usable tokenizer"):
+        load_tokenizer(folder)
 
 
 def test_unknown_gguf_splitting_rule_is_refused(tmp_path):

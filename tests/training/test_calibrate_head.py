@@ -88,7 +88,12 @@ def test_a_run_that_was_cut_off_goes_on_and_chat_finds_the_head(
     assert other.exit_code == 2 and "other settings (head_digest " in other.stderr
     (head / "config.json").write_text(config)
     whole = (work / "state.json").read_text()
-    for damaged, what in ((whole[:-9], "cannot be read as JSON"), ("{}", "no state of a")):
+    odd = '{"key": 5, "results": [], "spent": "x"}'
+    for damaged, what in (
+        (whole[:-9], "cannot be read as JSON"),
+        ("{}", "no state of a"),
+        (odd, "no state of a"),
+    ):
         (work / "state.json").write_text(damaged)
         refused = invoke(*command, "--resume")
         assert refused.exit_code == 2 and what in refused.stderr, refused.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import shutil
@@ -274,6 +275,15 @@ def test_files_of_others_are_not_written_to(model, prompts, tmp_path):
     text.write_text('{"ids": [1, 2], "prompt_len": 1}\n')
     done = invoke("--model", model, "--out", text, "--prompts", prompts, *FEW)
     assert done.exit_code == 2 and "line 1: not a line that generate-data wrote" in done.stderr
+    for ids, n in (([[1], 2], 1), ([1, 2], 3), ([1, 2], 0)):
+        line = {"id": 0, "turn": 1, "turns": 1, "prompt_len": n, "ids": ids}
+        text.write_text(json.dumps(line) + "\n")
+        done = invoke("--model", model, "--out", text, "--prompts", prompts, *FEW)
+        assert done.exit_code == 2 and "line 1: not a line that" in done.stderr
+    with text.open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        done = invoke("--model", model, "--out", text, "--prompts", prompts, *FEW)
+        assert done.exit_code == 2 and "is being written by another process" in done.stderr
 
 
 def test_a_template_without_a_question(tmp_path, monkeypatch):

@@ -252,3 +252,18 @@ def test_a_cut_answer_has_no_end_mark(stub, ask, tiny_dir, tmp_path):
     assert ask(stub.url).exit_code == 0
     texts = [load_tokenizer(tiny_dir).raw(line["ids"]) for line in lines(tmp_path)]
     assert texts[0].endswith("answer to one")
+
+
+@pytest.mark.parametrize("content", [["a"], {"a": 1}, True, 5])
+def test_an_answer_that_is_no_text_costs_one_line(stub, ask, content):
+    answer = {"choices": [{"message": {"content": content}, "finish_reason": "stop"}]}
+    stub.plan = [(200, json.dumps(answer))]
+    done = ask(stub.url, "--batch", 1)
+    assert done.exit_code == 2 and "the answer is not a chat completion" in done.stderr
+
+
+def test_half_of_a_character_in_an_answer_is_replaced(stub, ask, tmp_path):
+    answer = {"choices": [{"message": {"content": "so \ud800"}, "finish_reason": "stop"}]}
+    stub.plan = [(200, json.dumps(answer))]
+    done = ask(stub.url, "--batch", 1)
+    assert done.exit_code == 0 and [line["id"] for line in lines(tmp_path)][0] == 0

@@ -92,7 +92,8 @@ def read_gguf_head(path: Path) -> tuple[dict[str, Any], State]:
         embedding = tensors.get("token_embd.weight")
         n_tokens = _n_tokens(_tokenizer_fields(path)) if embedding is None else embedding.shape[0]
         raw["vocab_size"] = n_tokens
-    data, state = np.asarray(np.memmap(path, mode="r", dtype=np.uint8)), {}
+    data = np.asarray(np.memmap(path, mode="r", dtype=np.uint8))
+    state: State = {}
     factors = tensors.pop(gguf.ROPE_FACTORS, None)
     if factors is not None:
         raw["rope_freq_factors"] = list(gguf.rope_factors(path, data, factors))
@@ -106,15 +107,23 @@ def read_gguf_head(path: Path) -> tuple[dict[str, Any], State]:
                 )
             stored = data[tensor.offset : tensor.offset + tensor.n_bytes]
             ids = torch.from_numpy(stored.view(_INTEGERS[tensor.kind]).astype(np.int64))
-            state[MAP] = ids - torch.arange(len(ids)) if name == MAP else ids
+            _put(path, state, MAP, ids - torch.arange(len(ids)) if name == MAP else ids)
             continue
         values = gguf.dequantized(data, tensor)
         n_head, odd = divmod(len(values), raw["head_dim"])
-        if name in _PERMUTED and not odd:  # else the shape is refused later
+        is_even = raw["head_dim"] % 2 == 0
+        if name in _PERMUTED and is_even and not odd:  # else the shape is refused later
             values = values[rope_order(len(values), n_head)]
         official = NAMES.get(name) or _FORKS.get(name, name)
-        state[official] = values.to(_EXACT.get(tensor.kind, torch.float32))
+        _put(path, state, official, values.to(_EXACT.get(tensor.kind, torch.float32)))
     return raw, state
+
+
+def _put(path: Path, state: State, name: str, tensor: Tensor) -> None:
+    """Put a tensor into `state`. Raises `FasteagleError` where another one has its name."""
+    if name in state:
+        raise FasteagleError(f"{path}: two tensors are {name}: convert the head again")
+    state[name] = tensor
 
 
 def _config(path: Path, fields: Fields) -> dict[str, Any]:
@@ -241,15 +250,15 @@ def _tokenizer_fields(path: Path) -> _TokenizerFields:
     from gguf import GGUFReader, GGUFValueType  # 0.2 s
 
     try:
-        fields = GGUFReader(path).fields.values()
-    except Exception as error:  # the reader does not check offsets: any error is possible
+        fields = [f for f in GGUFReader(path).fields.values() if f.name.startswith("tokenizer.")]
+        values = [field.contents() for field in fields]
+    except Exception as error:  # the reader checks neither offsets nor texts: any error is possible
         raise FasteagleError(
             f"{path}: damaged, or no GGUF file ({error}): fetch it again"
         ) from error
     return {
-        f.name: (f.types[0], f.contents(), f.types[-1] if GGUFValueType.ARRAY in f.types else None)
-        for f in fields
-        if f.name.startswith("tokenizer.")
+        f.name: (f.types[0], value, f.types[-1] if GGUFValueType.ARRAY in f.types else None)
+        for f, value in zip(fields, values, strict=True)
     }
 
 

@@ -16,6 +16,7 @@ from fasteagle.config import mtp_layer
 from fasteagle.config_fields import Fields
 from fasteagle.config_gguf import mtp_layers
 from fasteagle.config_hf import ERNIES, MIMO
+from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import open_checkpoint
 from fasteagle.loading.gguf_index import read_index
 from fasteagle.loading.heads.gguf import gguf_of
@@ -73,6 +74,8 @@ def read_layer(path: Path) -> tuple[Raw, State] | None:
     if not may_hold or not holds_layer(checkpoint := open_checkpoint(file or path)):
         return None
     config, state = mtp_layer(checkpoint.config), _state(checkpoint)
+    if not state:
+        raise FasteagleError(f"{path}: its layer for multi-token prediction has no weights")
     raw = layer_config(config.block, next(iter(state.values())).dtype)
     return raw | {"bias": False, "mtp": True}, state
 
@@ -90,5 +93,7 @@ def _state(checkpoint: Checkpoint) -> State:
 
 def _reordered(weight: Tensor) -> Tensor:
     """Return MiMo's projection [D, 2 D] with the columns that read the embedding first."""
+    if weight.dim() != 2 or weight.shape[1] % 2:
+        return weight  # its shape is refused later
     of_feature, of_embedding = weight.chunk(2, dim=1)
     return torch.cat((of_embedding, of_feature), dim=1)

@@ -34,7 +34,7 @@ from fasteagle.loading.heads.tables import (
     refuse_others,
     target_ids,
 )
-from fasteagle.loading.pickles import unpickled, unpickled_tensors
+from fasteagle.loading.pickles import is_plain, unpickled, unpickled_tensors
 from fasteagle.loading.tensors import open_safetensors, read_json
 from fasteagle.model import EagleHead, make_head
 from fasteagle.uninitialized import Uninitialized
@@ -289,14 +289,22 @@ def _read_state(folder: Path) -> tuple[State, Header | None]:
         state = unpickled_tensors(pickled)
     else:
         raise FasteagleError(f"{folder}: no model.safetensors and no pytorch_model.bin")
-    lists = sorted(folder.glob("freq_*.pt"))
+    lists = sorted(folder.glob("freq_*.pt"), key=lambda path: (len(path.name), path.name))
     if lists and MAP not in state:
-        try:
-            ids = torch.as_tensor(unpickled(lists[0])).flatten().sort().values
-            state[MAP] = ids - torch.arange(len(ids))
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise FasteagleError(f"{lists[0]}: not a list of token ids: fetch it again") from error
+        ids = _token_ids(lists[-1])  # the longest of them
+        state[MAP] = ids - torch.arange(len(ids))
     return state, header
+
+
+def _token_ids(path: Path) -> Tensor:
+    """Read a list of token ids, in ascending order. Raises `FasteagleError` for other files."""
+    value = unpickled(path)
+    if isinstance(value, list) and all(type(i) is int for i in value):
+        value = torch.tensor(value)
+    if not isinstance(value, Tensor) or not is_plain(value) or value.is_floating_point():
+        raise FasteagleError(f"{path}: not a list of token ids: fetch it again")
+    ids: Tensor = value.long().flatten().sort().values
+    return ids
 
 
 def read_header(folder: Path) -> Header | None:
@@ -336,11 +344,13 @@ def _described(name: str, raw: Raw, state: State, header: Header | None) -> Head
         dialect = tables.EAGLE12 if header is None else tables.OURS
         return HeadSource(name, dialect, raw, state, eagle3, header)
     d2t = state.get(MAP)
+    if d2t is not None and not d2t.is_floating_point():  # else it is refused later
+        d2t = state[MAP] = d2t.long()
     if d2t is not None and (raw.get("draft_vocab_size") or d2t.numel()) == raw.get("vocab_size"):
         del state[MAP]  # the identity, which some files hold as zeros
     elif d2t is not None and t2d is not None:
         ids = set(target_ids(d2t).tolist())
-        if ids != set(t2d.nonzero().flatten().tolist()):
+        if ids != set(t2d.bool().nonzero().flatten().tolist()):
             raise FasteagleError(f"{name}: d2t and t2d do not agree: fetch the head again")
     layout = tables.eagle3_dialect(raw, has_header=header is not None)
     layers = tables.dotted(raw).get(layout.layers) or None  # speculators writes [] as its default
