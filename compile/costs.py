@@ -12,7 +12,6 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,10 +43,9 @@ USUAL = Costs(
 )
 
 
-def conditions(engine: Engine) -> dict[str, Any]:
-    """Return the conditions of the costs: this engine, its drafter, its device and versions."""
-    drafter = tunable(engine)
-    assert drafter is not None and drafter.tuning is not None, "costs are stored for such drafters"
+def conditions(engine: Engine, drafter: Drafter) -> dict[str, Any]:
+    """Return the conditions of the costs: this engine, a drafter, its device and versions."""
+    assert drafter.tuning is not None, "costs are stored for such drafters"
     return {
         "fasteagle": __version__,
         "table": TABLE,
@@ -63,11 +61,13 @@ def conditions(engine: Engine) -> dict[str, Any]:
     }
 
 
-def load_costs(path: Path, engine: Engine, notify: Callable[[str], None]) -> Costs | None:
+def load_costs(engine: Engine, drafter: Drafter, notify: Callable[[str], None]) -> Costs | None:
     """Return the costs stored for these conditions, or None; report a table that does not fit."""
+    assert drafter.tuning is not None, "costs are stored for such drafters"
+    path = drafter.tuning.path
     try:
         raw = json.loads(path.read_text("utf-8"))
-        stored, mine = raw["conditions"], conditions(engine)
+        stored, mine = raw["conditions"], conditions(engine, drafter)
         changed = [f"{k} {stored.get(k)}, now {mine[k]}" for k in mine if stored.get(k) != mine[k]]
         if changed:
             notify(f"tuner: costs kept for another setting ({'; '.join(changed)}) are ignored")
@@ -85,15 +85,20 @@ def load_costs(path: Path, engine: Engine, notify: Callable[[str], None]) -> Cos
 
 
 def store_costs(
-    path: Path, engine: Engine, costs: Costs, seconds: float, notify: Callable[[str], None] = note
+    engine: Engine,
+    drafter: Drafter,
+    costs: Costs,
+    seconds: float,
+    notify: Callable[[str], None] = note,
 ) -> None:
     """Store costs for these conditions; report where the disk takes none, for they serve now."""
+    assert drafter.tuning is not None, "costs are stored for such drafters"
     content = {
-        "conditions": conditions(engine),
+        "conditions": conditions(engine, drafter),
         "costs": costs.as_json(),
         "seconds": round(seconds, 2),
     }
-    keep(path, content, "costs serve this start only", notify)
+    keep(drafter.tuning.path, content, "costs serve this start only", notify)
 
 
 def tunable(engine: Engine) -> Drafter | None:
@@ -117,13 +122,12 @@ def costs_of(
     With `compiled`, drafting is compiled on a CPU for every tree that the policy may choose, for
     answers sampled as `kind` says. `gate` is entered for each measurement and may wait.
     """
-    assert drafter.tuning is not None, "the caller measures only for drafters that may be tuned"
-    costs = None if anew else load_costs(drafter.tuning.path, engine, notify)
+    costs = None if anew else load_costs(engine, drafter, notify)
     begin, seconds = time.perf_counter(), 0.0
     if costs is None:
         costs = Measurement(engine, drafter, gate=gate).run()
         seconds = time.perf_counter() - begin
-        store_costs(drafter.tuning.path, engine, costs, seconds, notify)
+        store_costs(engine, drafter, costs, seconds, notify)
     if compiled:
         compiler = CycleCompiler(engine, kind or SamplingMode(), sizes_of(drafter, costs))
         compiler.compile()
@@ -181,8 +185,7 @@ def begin_policy(engine: Engine) -> None:
     drafter = tunable(engine)
     if drafter is None or not isinstance(drafter.shape, GatedChain):
         return
-    assert drafter.tuning is not None, "see `tunable`"
-    costs = load_costs(drafter.tuning.path, engine, lambda line: None)  # the tuner reports
+    costs = load_costs(engine, drafter, lambda line: None)  # the tuner reports
     if costs is None:
         measurement = Measurement(engine, drafter)
         measurement.verify(1)  # which may read the weights from the disk

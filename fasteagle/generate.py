@@ -342,8 +342,8 @@ class Engine(Context):
             raise FasteagleError("the prompt is empty: give at least one token")
         if len(prompt) >= self.max_seq_len:
             raise FasteagleError(
-                f"the prompt has {len(prompt):,} tokens, max-seq-len {self.max_seq_len:,} leaves "
-                f"room for {self.max_seq_len - 1:,}: shorten it or raise --max-seq-len"
+                f"the prompt is too long: {len(prompt):,} tokens, max-seq-len {self.max_seq_len:,} "
+                f"leaves room for {self.max_seq_len - 1:,}: shorten it or raise --max-seq-len"
             )
         low, high = min(prompt), max(prompt)
         vocab_size = self.model.config.vocab_size

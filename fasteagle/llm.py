@@ -29,6 +29,7 @@ from fasteagle.compile.blocks import compile_now
 from fasteagle.compile.costs import begin_policy, tune_now
 from fasteagle.decoding.stats import Stats
 from fasteagle.device import give_back
+from fasteagle.drafting.base import Drafter
 from fasteagle.errors import FasteagleError, shown
 from fasteagle.generate import Engine
 from fasteagle.loading.make_drafter import plan_drafting
@@ -121,6 +122,13 @@ class LLM:
         self.preparation = Preparation(self.engine, quiet, tune, params)
         if wait:
             self.preparation.wait_for_compiler()
+
+    def use(self, drafter: Drafter | None) -> None:
+        """Draft by `drafter` in the next answers; None: decode plainly."""
+        if self.preparation is None:
+            self.engine.use(drafter)
+        else:
+            self.preparation.use(drafter)
 
     @property
     def is_preparing(self) -> bool:

@@ -257,6 +257,7 @@ class Letters:
     """A tokenizer whose tokens are letters of their own: every text it decodes encodes back."""
 
     eos_ids: frozenset[int] = frozenset()
+    knows_thoughts = False
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size

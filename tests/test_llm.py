@@ -391,7 +391,7 @@ def test_a_policy_decides_from_the_first_token_on(tiny_dir):
         assert llm.chat("hello", max_new_tokens=20, temperature=1.0, seed=1).tokens
         assert sum(policy.used.values()) > 0
         costs = USUAL.scaled(7.0)
-        store_costs(engine.drafter.tuning.path, engine, costs, 1.0)
+        store_costs(engine, engine.drafter, costs, 1.0)
     with fasteagle.load(str(tiny_dir), precision="int8") as llm:
         assert llm.engine.drafter.policy.costs == costs
     with fasteagle.load(str(tiny_dir), precision="fp32") as llm:

@@ -16,10 +16,15 @@ from fasteagle.compile import BlockCompiler
 from fasteagle.compile.blocks import configure, start_compiler
 from fasteagle.compile.costs import choose_plain_rows, costs_of, follow_costs, tunable
 from fasteagle.compile.cycles import CycleCompiler
+from fasteagle.drafting.base import Drafter
 from fasteagle.errors import first_line, note
 from fasteagle.generate import Engine
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import SamplingMode
+
+
+class _OtherDrafterError(Exception):
+    """Raised where the drafter that is measured is not in use any more."""
 
 
 class Preparation:
@@ -41,6 +46,7 @@ class Preparation:
         self._warned: str | None = None  # why captures failed, as the user was told last
         self._news: list[str] = []  # for the user, once no line is being typed
         self._drafter = tunable(engine) if tune else None
+        self._left = False  # whether measuring ended because another drafter was in use
         self._threads: list[threading.Thread] = []
         self._start(self._prepare)
 
@@ -56,6 +62,23 @@ class Preparation:
     def busy(self) -> bool:
         """Return whether something is still being compiled or measured."""
         return not self._compiler.done or any(thread.is_alive() for thread in self._threads)
+
+    def use(self, drafter: Drafter | None) -> None:
+        """Let the engine draft by `drafter`; what is measured meanwhile is measured later."""
+        with self._running:
+            self._engine.use(drafter)
+            again = self._left and drafter is self._drafter
+            self._left = self._left and not again
+        if again:
+            self._start(self._prepare)
+
+    @contextlib.contextmanager
+    def _measuring(self) -> Iterator[None]:
+        """Hold the engine for a measurement of the drafter."""
+        with self._running:
+            if self._engine.drafter is not self._drafter:
+                raise _OtherDrafterError
+            yield
 
     @contextlib.contextmanager
     def answering(self, params: SamplingParams) -> Iterator[None]:
@@ -133,7 +156,7 @@ class Preparation:
                 drafter,
                 self._news.append,
                 self._kind(self._params),
-                gate=lambda: self._running,
+                gate=self._measuring,
                 compiled=True,
             )
             if seconds:
@@ -148,6 +171,8 @@ class Preparation:
         """Report an error instead of raising it, so that answers continue."""
         try:
             yield
+        except _OtherDrafterError:
+            self._left = True
         except Exception as error:
             reason = first_line(error, 200)
             self._news.append(f"warning: not {what}: {reason}")

@@ -1,7 +1,7 @@
 """Trial of an untrusted grammar, in a process that can be ended.
 
 A few kB can keep llguidance busy for minutes, or crash its process, because nested rules recurse.
-Run as a module, this file reads one grammar and prints what is wrong with it. Imports no torch.
+There `main` reads one grammar and prints what is wrong with it. Imports no torch.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import resource
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 from fasteagle.answering.json_form import json_form
@@ -20,6 +21,9 @@ MOST_CHARACTERS = 2**18  # most characters of a schema, a regular expression or 
 TRIAL_SECONDS = 5
 TRIAL_MEMORY = 2**31
 TRIAL_STACK = 2**21  # less than a thread's, where tried grammars then recurse safely
+# Of Python's own path, and not of the folder in which the person is, whose files would be run.
+PACKAGE = str(Path(__file__).resolve().parents[2])
+TRIAL = f"import sys; sys.path.append({PACKAGE!r}); import {__name__} as trial; trial.main()"
 KNOWN_TRIALS = 256  # number of cached verdicts
 
 
@@ -72,7 +76,7 @@ def _tried(kind: str, text: str) -> str:
 
     Raises `FasteagleError` where time ran out: that is no verdict, for a machine can be busy.
     """
-    command = [sys.executable, "-m", __name__]
+    command = [sys.executable, "-P", "-c", TRIAL]
     try:
         done = subprocess.run(
             command, input=json.dumps([kind, text]).encode(), capture_output=True,
@@ -113,7 +117,3 @@ def main() -> None:
         wrong = str(error) or "not accepted"
     if wrong:
         print(first_reason(wrong), end="")
-
-
-if __name__ == "__main__":
-    main()

@@ -106,14 +106,14 @@ def without_open_thought(prompt: str) -> str:
 class ThoughtSplitter:
     """Splitter of an answer into its thought, from `<think>` to `</think>`, and the rest.
 
-    `opened` is the result of `opened_thought` for the prompt. Text is held back while it may be the
-    beginning of a mark.
+    `opened` is the result of `opened_thought` for the prompt; else a thought `may_begin`. Text is
+    held back while it may be the beginning of a mark.
     """
 
-    def __init__(self, opened: str = "") -> None:
+    def __init__(self, opened: str = "", may_begin: bool = True) -> None:
         self.inside = bool(opened)
         self._opened = opened
-        self._may_begin = not opened  # only blanks so far
+        self._may_begin = may_begin and not opened  # only blanks so far
         self._held = ""
 
     def push(self, text: str) -> list[tuple[str, bool]]:

@@ -9,6 +9,7 @@ import shutil
 import sys
 
 import click
+from markdown_it import MarkdownIt
 from rich.cells import cell_len
 from rich.console import Console
 from rich.markdown import Markdown
@@ -18,6 +19,14 @@ from fasteagle.cli.session import Piece
 MARKS = re.compile(r"[*_`#|]|^\s*(?:[-+>]|\d+[.)]) ", re.MULTILINE)
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # but newline and tab
 ESCAPE = "\x1b["
+
+
+def rendered(text: str) -> Markdown:
+    """Return Markdown for a terminal, in which tags of HTML are text; rich would drop them."""
+    markdown = Markdown(text, hyperlinks=False)
+    parser = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
+    markdown.parsed = parser.parse(text)
+    return markdown
 
 
 @dataclasses.dataclass
@@ -83,7 +92,7 @@ class AnswerScreen:
             up = f"{ESCAPE}{rows}A" if rows else ""
             self._out.write(f"\r{up}{ESCAPE}J")
             console = Console(file=self._out, width=self._width, force_terminal=True)
-            console.print(Markdown(text.strip("\n"), hyperlinks=False))
+            console.print(rendered(text.strip("\n")))
         self._out.flush()
 
     def _forget(self) -> None:

@@ -106,15 +106,19 @@ class Repl:
 
     def _print(self, pieces: Generator[Piece]) -> None:
         """Print an answer as it comes; Ctrl-C ends it and keeps the part that came."""
-        answer = AnswerScreen(self.plain)
+        answer, came, stopped = AnswerScreen(self.plain), False, False
         try:
             for piece in pieces:
+                came = True
                 answer.write(self.style.text_of(piece))
             answer.finish()
         except KeyboardInterrupt:
-            print("\n[stopped; the part above stays in the conversation]")
+            stopped = True
         finally:
             pieces.close()
+        if stopped:
+            kept = "the part above stays in the conversation"
+            print(f"\n[stopped; {kept if came else 'nothing came yet'}]")
         if not self.quiet and self.session.stats.new_tokens:
             note(format_stats(self.session.stats))
 
@@ -161,9 +165,9 @@ class Repl:
 
     def _spec(self, text: str) -> None:
         if text == "off":
-            self.engine.use(None)
+            self.session.llm.use(None)
         elif text == "on":
-            self.engine.use(self.drafter)
+            self.session.llm.use(self.drafter)
         elif text:
             self._resize(text)
         drafter = self.engine.drafter
@@ -178,7 +182,7 @@ class Repl:
         if not isinstance(self.drafter, EagleDrafter | ModelDrafter):
             raise FasteagleError("/spec N needs a draft head or a draft model")
         try:
-            self.engine.use(self.drafter.resized(int(number)))
+            self.session.llm.use(self.drafter.resized(int(number)))
         except FasteagleError as error:
             raise FasteagleError(f"/spec {number} is out of range: {error}") from error
 
@@ -203,6 +207,8 @@ class Repl:
         params, answer, think = self.session.params, self.session.answer, self.session.think
         for item in text.split(";") if text else ():
             key, separator, value = (part.strip() for part in item.partition("="))
+            if not item.strip():
+                continue
             if not separator:
                 raise FasteagleError(f"/set wants key=value, got {item.strip()!r}")
             key = key.replace("-", "_")
@@ -312,13 +318,14 @@ def _made(kind: type[Made], content: dict[str, Any], name: str) -> Made:
 
 def _with_value(options: Any, key: str, value: str) -> Any:
     """Return `options` with field `key` read from the text `value`, checked by the dataclass."""
-    old = getattr(options, key)
+    kind = {field.name: str(field.type) for field in dataclasses.fields(options)}[key]
+    new: Any
     try:
-        new = (
-            tuple(s for s in value.split(",") if s) if isinstance(old, tuple) else type(old)(value)
-        )
+        if kind in ("float", "int"):
+            new = float(value) if kind == "float" else int(value)
+        else:
+            new = tuple(s for s in value.split(",") if s)
     except ValueError:
-        kind = type(old).__name__
         raise FasteagleError(f"/set {key}: {value!r} is not a number ({kind})") from None
     return dataclasses.replace(options, **{key: new})
 

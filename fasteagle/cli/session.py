@@ -84,7 +84,8 @@ class ChatSession:
         texts: list[str] = []  # of the answer, from its first token on
         try:
             prompt = self._fit()
-            thought = ThoughtSplitter(opened_thought(prompt.text))
+            may_begin = self.form is None and self.llm.tokenizer.knows_thoughts
+            thought = ThoughtSplitter(opened_thought(prompt.text), may_begin)
             request = self.llm.made_request(prompt.ids, self.params, self.answer, self.form)
             with contextlib.closing(self.llm.answers.stream(request, prompt.text)) as chunks:
                 for chunk in chunks:

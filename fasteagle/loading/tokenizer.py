@@ -163,6 +163,11 @@ class ChatTokenizer:
         """Return whether the chat template has a switch for thinking before an answer."""
         return "enable_thinking" in (self._template or "")
 
+    @property
+    def knows_thoughts(self) -> bool:
+        """Return whether the chat template knows thoughts; elsewhere their mark is only text."""
+        return self.has_thinking_switch or "</think>" in (self._template or "")
+
     def check_think(self, think: bool) -> None:
         """Raise `FasteagleError` where the chat template has no thinking switch."""
         if not self.has_thinking_switch:

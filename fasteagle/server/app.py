@@ -62,6 +62,12 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 Found = TypeVar("Found")
 
 
+class UnknownModelError(HTTPException):
+    """Error of a request for a model that is not served."""
+
+    code = "model_not_found"
+
+
 class Server:
     """One model, its queue, its metrics, and the app in front of them."""
 
@@ -83,7 +89,7 @@ class Server:
 
     def check_model(self, name: str | None) -> None:
         if name not in (None, self.name):
-            raise HTTPException(404, f"model {name!r} is not served here, {self.name!r} is")
+            raise UnknownModelError(404, f"model {name!r} is not served here, {self.name!r} is")
 
     async def answer(self, request: Request, body: Sampled, reply_kind: type[Reply]) -> Response:
         """Queue a request, reply whole or by events, and end the answer if the client leaves."""
@@ -343,7 +349,7 @@ def _add_rest(app: FastAPI, server: Server) -> None:
         server.check_model(name)
         return _model(server)
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Json:
         """Report that the server is up, and the model that it serves."""
         return {"status": "ok", "model": server.name}
@@ -356,7 +362,7 @@ def _add_rest(app: FastAPI, server: Server) -> None:
     content = PAGE.read_bytes()
     headers = page_headers(content)
 
-    @app.get("/", response_class=Response, include_in_schema=False)
+    @app.api_route("/", methods=["GET", "HEAD"], response_class=Response, include_in_schema=False)
     async def page() -> Response:
         return Response(content, media_type="text/html", headers=headers)
 

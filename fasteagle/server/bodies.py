@@ -52,8 +52,10 @@ def body_route(most_values: int) -> type[APIRoute]:
 
             async def handler(request: Request) -> Response:
                 raw = await request.body()
-                if not raw or "json" not in request.headers.get("content-type", ""):
-                    return await handle(request)  # refuses it
+                if not raw:
+                    raise FasteagleError("the body is empty: send the request as JSON")
+                if "json" not in request.headers.get("content-type", ""):
+                    raise FasteagleError("send the body with Content-Type: application/json")
                 if len(raw) <= SHORT_BYTES:
                     checked = read_body(raw, kind, most_values)
                 else:

@@ -39,7 +39,8 @@ def add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(FasteagleError)
     async def refused(request: Request, error: FasteagleError) -> Response:
-        return answer(400, str(error), param=getattr(error, "param", _first_word(str(error))))
+        param = getattr(error, "param", _first_word(str(error)))
+        return answer(400, str(error), param=param, code=getattr(error, "code", None))
 
     @app.exception_handler(EngineError)
     async def failed(request: Request, error: EngineError) -> Response:
@@ -51,7 +52,8 @@ def add_errors(app: FastAPI) -> None:
         text = str(error.detail)
         if text == "Not Found":  # starlette's, of a path: what is missing has words of its own
             text = f"{request.url.path} is not served here: /openapi.json lists what is"
-        return answer(error.status_code, text, headers=error.headers)
+        code = getattr(error, "code", None)
+        return answer(error.status_code, text, headers=error.headers, code=code)
 
     @app.exception_handler(QueueFullError)
     async def full(request: Request, error: QueueFullError) -> Response:
@@ -90,12 +92,16 @@ def _place(problem: dict[str, Any], body: Any) -> list[str]:
 def _first_word(message: str) -> str | None:
     """Return the parameter that `message` begins with, under its name here, if any."""
     word = message.split(" ", 1)[0].rstrip(":").replace("-", "_")
-    names = {"max_new_tokens": "max_tokens", "the": "", "a": "stop"}
-    word = names.get(word, word)
+    word = "max_tokens" if word == "max_new_tokens" else word
     return word if word in ChatRequest.model_fields else None
 
 
 def _error(
-    status: int, message: str, kind: str, param: str | None = None, headers: Any = None
+    status: int,
+    message: str,
+    kind: str,
+    param: str | None = None,
+    headers: Any = None,
+    code: str | None = None,
 ) -> Response:
-    return JSONResponse(error_body(message, kind, param), status, headers)
+    return JSONResponse(error_body(message, kind, param, code), status, headers)

@@ -29,10 +29,15 @@ def error_body(message: str, kind: str, param: str | None = None, code: str | No
 
 
 def refusal(
-    status: int, message: str, kind: str = "invalid_request_error", **headers: str
+    status: int,
+    message: str,
+    kind: str = "invalid_request_error",
+    code: str | None = None,
+    **headers: str,
 ) -> Response:
     """Return the answer to a request that goes no further: what is left of it is not read."""
-    return JSONResponse(error_body(message, kind), status, {"connection": "close", **headers})
+    body = error_body(message, kind, code=code)
+    return JSONResponse(body, status, {"connection": "close", **headers})
 
 
 class Guard:
@@ -100,6 +105,7 @@ class Guard:
             401,
             "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'",
             "authentication_error",
+            "invalid_api_key",
             **{"www-authenticate": "Bearer"},
         )
 

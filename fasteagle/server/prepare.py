@@ -24,6 +24,7 @@ from fasteagle.server.protocol import (
 )
 from fasteagle.server.tools import ToolFormat, answer_grammar, takes_several_calls, tool_format
 
+TOO_LONG = "context_length_exceeded"  # code by which agents know that they must shorten
 MOST_STOPS = 16
 MOST_STOP_CHARACTERS = 1000  # they are looked for at every token
 MOST_SEEDS = 2**63
@@ -33,23 +34,26 @@ MOST_CHARACTERS_A_TOKEN = 16  # on average; English has 4 to 5, code up to 8
 class BadParameterError(FasteagleError):
     """Error of a parameter that cannot be honoured, by name."""
 
-    def __init__(self, param: str, message: str) -> None:
+    def __init__(self, param: str, message: str, code: str | None = None) -> None:
         super().__init__(f"{param}: {message}")
-        self.param = param
+        self.param, self.code = param, code
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """Request that can run: it wants an answer, or several to the same prompt.
 
-    `text` is the rendered conversation, `opened` the thought that it begins. Where there is a
-    `form`, the answers have it only after `Planner.compiled`.
+    `text` is the rendered conversation, `opened` the thought that it begins, else the answer
+    `may_think` first. Where there is a `form`, which the field `form_field` asks for, the answers
+    have it only after `Planner.compiled`.
     """
 
     answers: list[AnswerRequest]
     form: GrammarSpec | None = None
+    form_field: str | None = None
     text: str = ""
     opened: str = ""
+    may_think: bool = False
     tools: ToolFormat | None = None
     tool_names: frozenset[str] = frozenset()
     most_calls: int | None = None
@@ -60,9 +64,6 @@ class Planner:
 
     def __init__(self, llm: LLM, defaults: Defaults) -> None:
         self._llm, self._defaults = llm, defaults
-        # Once: the first text resets what a tokenizer's file says about truncation and padding, and
-        # no thread may do that while others use it.
-        llm.tokenizer.encode_document("a")
         # More cannot fit, or is so unlike text that it is not worth the seconds of encoding it.
         each = min(llm.tokenizer.most_characters, MOST_CHARACTERS_A_TOKEN)
         self._most_characters = llm.engine.max_seq_len * each
@@ -72,8 +73,10 @@ class Planner:
         if len(text) > self._most_characters:
             raise BadParameterError(
                 param,
-                f"{len(text):,} characters, max-seq-len {self._llm.engine.max_seq_len:,} leaves "
-                f"room for at most {self._most_characters:,}: shorten it or raise --max-seq-len",
+                f"the prompt is too long: {len(text):,} characters, max-seq-len "
+                f"{self._llm.engine.max_seq_len:,} leaves room for at most "
+                f"{self._most_characters:,}: shorten it or raise --max-seq-len",
+                TOO_LONG,
             )
 
     def chat(self, body: ChatRequest) -> Plan:
@@ -104,22 +107,37 @@ class Planner:
             text = without_open_thought(text)
         answers = self._answers(body, self._llm.texts.encode(text), limit, n_top)
         names = frozenset(tool.function.name for tool in body.tools or [])
-        return Plan(answers, form, text, opened_thought(text), tools_form, names, most_calls)
+        return Plan(
+            answers,
+            form,
+            _form_field(body),
+            text,
+            opened_thought(text),
+            may_think and self._llm.tokenizer.knows_thoughts,
+            tools_form,
+            names,
+            most_calls,
+        )
 
     def completion(self, body: CompletionRequest) -> Plan:
         """Return the plan of a text completion."""
         prompt = self.prompt_ids(body.prompt)
         answers = self._answers(body, prompt, body.max_tokens, body.logprobs)
-        return Plan(answers, self._form(body, self._defaults.form))
+        return Plan(answers, self._form(body, self._defaults.form), _form_field(body))
 
     def compiled(self, plan: Plan) -> Plan:
         """Return the plan with its form compiled; takes seconds at most, in any thread."""
         assert plan.form is not None, "nothing else is compiled"
-        try_grammar(plan.form.kind, plan.form.text)
-        answers = [
-            dataclasses.replace(answer, mask=self._llm.grammar(plan.form))
-            for answer in plan.answers
-        ]
+        try:
+            try_grammar(plan.form.kind, plan.form.text)
+            answers = [
+                dataclasses.replace(answer, mask=self._llm.grammar(plan.form))
+                for answer in plan.answers
+            ]
+        except FasteagleError as error:
+            if plan.form_field is None:
+                raise
+            raise BadParameterError(plan.form_field, str(error)) from error
         return dataclasses.replace(plan, answers=answers)
 
     def tokenize(self, body: TokenizeRequest) -> list[int]:
@@ -181,7 +199,10 @@ class Planner:
         if self._defaults.system is not None and dialogue[0]["role"] != "system":
             dialogue.insert(0, {"role": "system", "content": self._defaults.system})
         if think is not None:
-            self._llm.tokenizer.check_think(think)
+            try:
+                self._llm.tokenizer.check_think(think)
+            except FasteagleError as error:
+                raise BadParameterError("chat_template_kwargs", str(error)) from error
         more = {"tools": tools} if tools else {}
         return self._llm.tokenizer.render(dialogue, add_generation_prompt, think, **more)
 
@@ -201,7 +222,12 @@ class Planner:
         if not 1 <= n <= most:
             raise BadParameterError("n", f"{n} is out of range: use 1 .. {most}, see --parallel")
         engine = self._llm.engine
-        engine.check_prompt(prompt)
+        field = "messages" if isinstance(body, ChatRequest) else "prompt"
+        try:
+            engine.check_prompt(prompt)
+        except FasteagleError as error:
+            code = TOO_LONG if len(prompt) >= engine.max_seq_len else None
+            raise BadParameterError(field, str(error), code) from error
         if body.stream_options is not None and not body.stream:
             raise BadParameterError("stream_options", "needs stream true")
         if body.show_accepted and not body.stream:
@@ -209,6 +235,8 @@ class Planner:
         stop = [body.stop] if isinstance(body.stop, str) else body.stop
         if stop is not None and len(stop) > MOST_STOPS:
             raise BadParameterError("stop", f"{len(stop)} strings: use at most {MOST_STOPS}")
+        if stop is not None and "" in stop:
+            raise BadParameterError("stop", "a stop string is empty")
         longest = max(map(len, stop or ()), default=0)
         if longest > MOST_STOP_CHARACTERS:
             limit = f"use at most {MOST_STOP_CHARACTERS:,}"
@@ -298,6 +326,12 @@ class Planner:
             except FasteagleError as error:
                 raise BadParameterError(name, str(error)) from error
         return default
+
+
+def _form_field(body: Sampled) -> str | None:
+    """Return the field of a request that asks for a form of the answer."""
+    fields = ("guided_regex", "guided_json", "guided_grammar", "response_format", "tools")
+    return next((name for name in fields if getattr(body, name, None) is not None), None)
 
 
 # Fields of a message that not every chat template renders, and marks of those that do something

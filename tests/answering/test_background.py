@@ -94,7 +94,7 @@ def test_on_a_device_that_replays_the_plan_is_captured_between_two_answers(
     target, tmp_path, compiler, eager_pieces
 ):
     engine = tuned_engine(target, tmp_path, made=captured_engine)
-    tuner.store_costs(engine.drafter.tuning.path, engine, costs(), 1.0)
+    tuner.store_costs(engine, engine.drafter, costs(), 1.0)
     preparation = Preparation(engine, quiet=True)
     preparation.join()
     shapes = engine.drafter.policy.shapes
@@ -169,3 +169,27 @@ def test_an_answer_that_is_broken_off_lets_the_thread_go_on(
         raise KeyboardInterrupt
     preparation.join()
     assert engine.drafter.policy is not None
+
+
+def test_a_drafter_that_is_switched_off_while_it_is_measured_is_measured_later(
+    target, tmp_path, compiler, eager_pieces, monkeypatch, capsys
+):
+    engine, at = tuned_engine(target, tmp_path), threading.Event()
+    drafter, begin = engine.drafter, tuner.Measurement._begin
+
+    def begun(self, shape):
+        at.set()
+        begin(self, shape)
+
+    monkeypatch.setattr(tuner.Measurement, "_begin", begun)
+    preparation = Preparation(engine, quiet=False)
+    at.wait()
+    preparation.use(None)
+    preparation.join()
+    assert drafter.policy is None and not drafter.tuning.path.exists()
+    preparation.use(drafter)
+    preparation.join()
+    assert drafter.policy is not None and drafter.tuning.path.exists()
+    with preparation.answering(GREEDY):
+        pass
+    assert "warning" not in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
@@ -54,3 +55,11 @@ def test_what_is_right_is_tried_once(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(grammar_check.subprocess, "run", None)
             grammar_check.try_grammar(kind, text)
+
+
+@pytest.mark.parametrize("name", ["resource.py", "json.py", "llguidance.py"])
+def test_files_where_the_person_is_are_not_run(name, tmp_path, monkeypatch):
+    (tmp_path / name).write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n")
+    monkeypatch.chdir(tmp_path)
+    grammar_check.try_grammar("regex", f"of {re.escape(name)}")
+    assert not (tmp_path / "executed").exists()

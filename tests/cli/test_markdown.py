@@ -133,3 +133,11 @@ def test_wide_characters_take_two_columns():
     text, _ = shown("東京" * 15 + " *a*\n*b*", size=(40, 20), before="one\n>>> hi\n")
     # The test's terminal counts one column each, so fewer rows than were erased: nothing is left.
     assert "*" not in text
+
+
+def test_tags_are_text():
+    text = "Use <br> and Vec<String>: **not** <hr>.\n\n<div>hello</div>\n\n<details>x</details>"
+    screen, sent = shown(text, size=(60, 20))
+    assert "\x1b[J" in sent  # it was rendered
+    for part in ("Use <br> and Vec<String>: not <hr>.", "<div>hello</div>", "<details>x</details>"):
+        assert part in screen

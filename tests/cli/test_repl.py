@@ -10,7 +10,7 @@ import pytest
 import fasteagle
 from fasteagle.cli import repl
 from fasteagle.cli.markdown import Style
-from fasteagle.cli.session import ChatSession
+from fasteagle.cli.session import ChatSession, Piece
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.options import AnswerOptions, SamplingParams
 from fasteagle.shapes import TreeShape
@@ -221,3 +221,23 @@ def test_too_long_a_question_leaves_the_conversation_as_it_was(typed):
     typed("hello")
     assert "shorten it" in typed("x" * 600)
     assert "prefill" in typed("short again") and len(typed.chat.session.turns) == 4
+
+
+def test_an_answer_that_is_stopped_before_its_first_token(typed, capsys):
+    def stopped(came):
+        yield from came
+        raise KeyboardInterrupt
+
+    for came, said in (((), "nothing came yet"), ((Piece("a", False, False),), "stays in the")):
+        typed.chat._print(stopped(came))
+        assert said in capsys.readouterr().out
+
+
+def test_whole_numbers_of_a_file_may_become_others(typed, tmp_path):
+    file = tmp_path / "talk.json"
+    content = {"turns": [], "params": {"temperature": 1, "top_p": 1}, "answer": {}}
+    file.write_text(json.dumps(content))
+    assert "loaded" in typed(f"/load {file}")
+    assert "temperature = 0.5" in typed("/set temperature=0.5; seed=4;") + typed("/show")
+    assert "'0.5' is not a number (int)" in typed("/set seed=0.5")
+    typed("/set temperature=0; seed=0")

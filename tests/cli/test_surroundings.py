@@ -109,6 +109,5 @@ def test_code_beside_a_gguf_file_is_not_run(default_model_path, tmp_path, monkey
         (tmp_path / name).write_text(json.dumps({"auto_map": own, "tokenizer_class": "Own"}))
     (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n")
     done = CliRunner().invoke(cli.main, ["chat", "-p", "x", "--model", str(tmp_path)], input="y\n")
-    assert (done.exit_code, done.stdout) == (2, ""), done.stderr
-    assert "(auto_map), which is never done" in done.stderr.splitlines()[-1]
+    assert done.exit_code == 0 and done.stdout, done.stderr  # nothing beside the file is read
     assert not (tmp_path / "executed").exists()

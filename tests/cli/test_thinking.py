@@ -23,7 +23,7 @@ DRAWN = SamplingParams(1.0, top_p=0.95, seed=3)
 class Thinker(Letters):
     """Letters, two of which are the marks of a thought; its template drops earlier thoughts."""
 
-    has_thinking_switch = True
+    has_thinking_switch = knows_thoughts = True
     check_think = ChatTokenizer.check_think
 
     def __init__(self, marks: dict[int, str], opened: str = "") -> None:

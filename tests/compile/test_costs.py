@@ -160,11 +160,11 @@ def assert_true_pairs(engine, text):
 )
 def test_a_table_that_does_not_fit_is_ignored_with_one_line(engine, damage):
     path = engine.drafter.tuning.path
-    store_costs(path, engine, costs(), 1.0)
-    assert load_costs(path, engine, print) == costs()
+    store_costs(engine, engine.drafter, costs(), 1.0)
+    assert load_costs(engine, engine.drafter, print) == costs()
     path.write_text(damage(path.read_text()))
     lines = []
-    assert load_costs(path, engine, lines.append) is None
+    assert load_costs(engine, engine.drafter, lines.append) is None
     assert len(lines) == 1 and "tuner" in lines[0] and "\n" not in lines[0]
 
 
@@ -172,13 +172,13 @@ def test_a_table_without_chains_is_measured_anew_where_chains_are_drafted(target
     """Interpolation in an empty table is impossible."""
     engine = tuned_engine(target, tmp_path, GatedChain(8))
     drafter = engine.drafter
-    store_costs(drafter.tuning.path, engine, costs(), 1.0)
+    store_costs(engine, drafter, costs(), 1.0)
     lines = []
-    assert load_costs(drafter.tuning.path, engine, lines.append) is None
+    assert load_costs(engine, drafter, lines.append) is None
     assert len(lines) == 1 and "no times of drafting" in lines[0]
     chains = dataclasses.replace(costs(), first_level={}, level={}, chain={1: 0.5, 8: 3.0})
-    store_costs(drafter.tuning.path, engine, chains, 1.0)
-    assert load_costs(drafter.tuning.path, engine, lines.append) == chains
+    store_costs(engine, drafter, chains, 1.0)
+    assert load_costs(engine, drafter, lines.append) == chains
     assert follow_costs(engine, drafter, chains).speed > 0
 
 
@@ -215,13 +215,14 @@ def retuned(**changes):
     ],
 )
 def test_costs_under_other_conditions_are_not_used(engine, said, change):
-    assert conditions(engine).items() >= {"dtype": "float32", "kv": "float32"}.items()
     drafter, lines = engine.drafter, []
+    known = conditions(engine, drafter)
+    assert (known["dtype"], known["kv"]) == ("float32", "float32")
     drafter.tuning = dataclasses.replace(drafter.tuning, head="eagle1")
     chains = dataclasses.replace(costs(), chain={1: 0.5, 8: 3.0})
-    store_costs(drafter.tuning.path, engine, chains, 1.0)
+    store_costs(engine, drafter, chains, 1.0)
     change(drafter, engine)
-    assert load_costs(drafter.tuning.path, engine, lines.append) is None and said in lines[0]
+    assert load_costs(engine, drafter, lines.append) is None and said in lines[0]
 
 
 def test_a_fixed_tree_is_not_tuned(target):

@@ -160,6 +160,26 @@ def test_stop_and_retry(page, says, site):
     assert page.locator(".turn.assistant").count() == 1 and page.locator(".retry").count() == 1
 
 
+def test_retry_after_a_follow_up_question_that_failed(page, says):
+    """The answer before it stays, and it is that question which is asked again."""
+    says("one")
+    ask(page, "first?")
+    done(page)
+    page.route("**/v1/chat/completions", lambda route: route.abort())
+    ask(page, "second?")
+    page.locator(".error").wait_for()
+    page.unroute("**/v1/chat/completions")
+    says("two")
+    page.get_by_role("button", name="Retry").click()
+    page.get_by_text("two").wait_for()
+    done(page)
+    expected = ["first?", "one", "second?", "two"]
+    assert turns(page) == expected
+    page.reload()
+    assert turns(page) == expected
+    page.problems[:] = [p for p in page.problems if "ERR_FAILED" not in p]
+
+
 def turns(page):
     return page.locator(".turn").evaluate_all(
         "all => all.map(e => (e.querySelector('.answer') || e).textContent)"
@@ -272,8 +292,8 @@ def test_a_retry_with_a_set_seed_takes_the_next_one(page, site):
     ask(page)
     done(page)
     for _ in range(2):
-        page.get_by_role("button", name="Retry").click()
-        page.locator(".retry").wait_for(state="detached")
+        with page.expect_event("requestfinished"):
+            page.get_by_role("button", name="Retry").click()
         done(page)
     ask(page, "another question")
     page.locator(".turn.assistant").nth(1).locator(".foot span").wait_for()

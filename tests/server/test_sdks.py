@@ -90,6 +90,8 @@ def test_langchain(live, where, calls, plant):
     assert chat.with_structured_output(Trip, method="function_calling").invoke("hello") == TRIP
     plant(ANSWER)
     assert chat.with_structured_output(Trip, method="json_schema").invoke("hello") == TRIP
+    with pytest.raises(langchain.chat_models.base.OpenAIContextOverflowError):
+        chat.invoke("x" * 3000)
 
 
 def test_litellm(live, where, calls, plant, monkeypatch):
@@ -105,6 +107,8 @@ def test_litellm(live, where, calls, plant, monkeypatch):
     assert reply.choices[0].message.content == "hello there"
     events = litellm.completion(messages=MESSAGES, stream=True, **where)
     assert "".join(e.choices[0].delta.content or "" for e in events) == "hello there"
+    with pytest.raises(litellm.ContextWindowExceededError):
+        litellm.completion(messages=[{"role": "user", "content": "x" * 3000}], **where)
     plant(calls("weather", '{"city": "Rome"}'))
     reply = litellm.completion(messages=MESSAGES, tools=[WEATHER], tool_choice="auto", **where)
     (call,) = reply.choices[0].message.tool_calls

@@ -32,11 +32,18 @@ def ask(client, live, **more):
     return client.chat.completions.create(model=live.server.name, messages=messages, **more)
 
 
-def read(text, step=1000, form=None, is_cut=False, opened="", most_calls=None):
+def read(text, step=1000, form=None, is_cut=False, opened="", most_calls=None, may_think=False):
     """Read an answer that comes in steps: what is shown before its end, all of it, and the rest."""
     request = AnswerRequest([1], SamplingParams(), AnswerOptions(), frozenset())
     names = frozenset({"weather"})
-    plan = Plan([request], opened=opened, tools=form, tool_names=names, most_calls=most_calls)
+    plan = Plan(
+        [request],
+        opened=opened,
+        may_think=may_think,
+        tools=form,
+        tool_names=names,
+        most_calls=most_calls,
+    )
     answer = AnswerText(plan)
     pieces = [answer.push(Chunk(text[i : i + step])) for i in range(0, len(text), step)]
     shown = "".join(piece.content for piece in pieces)
@@ -352,12 +359,14 @@ def test_thoughts_are_told_apart(step):
         ("", "<think>\nhm\n</think>\n\nyes"),
         ("<think>\n", "\nhm\n</think>\n\nyes"),
     ):
-        _, content, reasoning, _ = read(text, step, opened=opened)
+        _, content, reasoning, _ = read(text, step, opened=opened, may_think=True)
         assert content == "yes" and reasoning.strip() == "hm"
+    text = "<think>\nhm\n</think>\n\nyes"  # of a model without thoughts, or in a form
+    assert read(text, step)[1:3] == (text, "")
     pieces = ["\n", "<think>", "\nThe mark", " <think>", " begins it.", "</think>", "\n\nyes"]
     for cut in (pieces, ["".join(pieces)]):
         request = AnswerRequest([1], SamplingParams(), AnswerOptions(), frozenset())
-        answer = AnswerText(Plan([request]))
+        answer = AnswerText(Plan([request], may_think=True))
         parts = [*(answer.push(Chunk(piece)) for piece in cut), answer.finish()]
         assert "".join(part.content for part in parts) == "yes"
         assert "".join(part.reasoning for part in parts) == "\nThe mark <think> begins it."

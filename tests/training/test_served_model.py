@@ -266,4 +266,4 @@ def test_half_of_a_character_in_an_answer_is_replaced(stub, ask, tmp_path):
     answer = {"choices": [{"message": {"content": "so \ud800"}, "finish_reason": "stop"}]}
     stub.plan = [(200, json.dumps(answer))]
     done = ask(stub.url, "--batch", 1)
-    assert done.exit_code == 0 and [line["id"] for line in lines(tmp_path)][0] == 0
+    assert done.exit_code == 0 and next(iter(lines(tmp_path)))["id"] == 0
