@@ -220,14 +220,12 @@ class BlockCompiler:
 
     def _view(self, T: int) -> TreeView:
         """Return the view of a chain of T rows, for attention that takes no mask."""
-        device = self._model.norm.weight.device
-        depths = torch.arange(T, device=device)
-        paths = depths.to(torch.int32).expand(T, T).clone()
+        length = torch.zeros((), dtype=torch.long, device=self._model.norm.weight.device)
+        view = TreeView.of_chain(length, T, self._model.config.sliding_window)
         if T > 1:
-            for tensor, dim in ((paths, 0), (paths, 1), (depths, 0)):
+            for tensor, dim in ((view.paths, 0), (view.paths, 1), (view.depths, 0)):
                 torch._dynamo.mark_dynamic(tensor, dim)
-        length = torch.zeros((), dtype=torch.long, device=device)
-        return TreeView(length, paths, depths, self._model.config.sliding_window)
+        return view
 
     def _layer(self, block: Block, S: int) -> tuple[Tensor, Tensor]:
         """Return empty keys and values of one block; a draft head's are in the weights' dtype."""

@@ -146,10 +146,9 @@ def run_passes(target: Target, rows: Sequence[int]) -> None:
     device = target.weight.device
     cache = target.new_cache(KEY_BLOCK)
     for T in rows:
-        row = torch.arange(T, device=device)
-        paths = row.to(torch.int32).expand(T, T).contiguous()
         seq_len = torch.ones((), dtype=torch.long, device=device)  # every RoPE table is longer
-        view = TreeView(seq_len, paths, row, target.config.sliding_window)
+        view = TreeView.of_chain(seq_len, T, target.config.sliding_window)
+        row = view.depths
         target(torch.zeros_like(row), seq_len + row, seq_len + row, view, cache)
     row = torch.arange(PROMPT_ROWS, device=device)
     mask = causal_mask(0, PROMPT_ROWS, cache.n_slots, target.config.sliding_window, device)
@@ -206,8 +205,7 @@ def _run_head(drafter: HeadDrafter, T: int) -> Tensor:
     cache = KVCache(head.config.block, KEY_BLOCK, own.dtype, own.device)
     row = torch.arange(T, device=own.device)
     features = own.new_zeros(T, head.config.feature_dim)
-    paths = row.to(torch.int32).expand(T, T).contiguous()
-    view = TreeView(torch.zeros_like(row[0]), paths, row)
+    view = TreeView.of_chain(torch.zeros_like(row[0]), T)
     run = drafter.ops.head or head
     logits, _ = run(torch.zeros_like(row), head.read(features), row, row, view, cache)
     return logits

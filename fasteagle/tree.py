@@ -54,6 +54,12 @@ class TreeView(NamedTuple):
     depths: Tensor  # [T] integer, the root's is 0; all below P
     window: int | None = None
 
+    @classmethod
+    def of_chain(cls, seq_len: Tensor, T: int, window: int | None = None) -> TreeView:
+        """Return the view of T rows, each of which continues the one before it."""
+        row = torch.arange(T, device=seq_len.device)
+        return cls(seq_len, row.to(torch.int32).expand(T, T).contiguous(), row, window)
+
     def mask(self, n_slots: int) -> Tensor:
         """Return the mask [T, n_slots] of this view: row j sees slot s."""
         T, P = self.paths.shape

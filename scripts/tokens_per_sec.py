@@ -23,15 +23,23 @@ from typing import Any
 
 import click
 
-from fasteagle.bench.options import DEFAULT_ROWS, PRECISIONS, BenchOptions
+from fasteagle.bench.options import PRECISIONS, BenchOptions
 from fasteagle.bench.plot import check_plot, plot
 from fasteagle.bench.report import build_report, metadata, print_report
-from fasteagle.bench.row_spec import ROW_NAMES
 from fasteagle.bench.run import run
 from fasteagle.bench.several import HEADINGS, largest_batch, measure_sizes
 from fasteagle.bench.simulate import check_simulated
 from fasteagle.cli.command import Script, refuse_given
-from fasteagle.cli.options import BENCH_MODEL, DRAFT, FILE, Numbers, comma_list, groups
+from fasteagle.cli.options import (
+    BENCH_MODEL,
+    DRAFT,
+    FILE,
+    Group,
+    Numbers,
+    comma_list,
+    groups,
+    options_of,
+)
 from fasteagle.errors import FasteagleError, note
 from fasteagle.llm import MOST_AT_ONCE, open_llm
 from fasteagle.loading.open import open_dummy, open_model
@@ -40,47 +48,25 @@ from fasteagle.paths import require_writable, write_atomic
 from fasteagle.prompts import Question, read_questions
 from fasteagle.tables import print_table
 
-DEFAULTS = BenchOptions()
+# Those that the command line has as they are.
+ROWS = Group(options_of(BenchOptions, ("model", "precisions", "draft")), lambda values: {})
 # Options of the rows, which --batch does not measure.
 OF_ROWS = ("rows", "medusa", "tree_value", "rerank", "load_format", "simulate_tau")
 OF_ROWS += ("save_outputs", "plot_path")
 
 
 @click.command(cls=Script)
-@groups(BENCH_MODEL, DRAFT)
-@click.option(
-    "--rows",
-    default=",".join(DEFAULT_ROWS),
-    show_default=True,
-    help=f"Comma list of {', '.join(ROW_NAMES)}, or eagle@DEPTH/TOPK/NODES; ROW=HEAD drafts with "
-    "a head of its own.",
-)
+@groups(BENCH_MODEL, DRAFT, ROWS)
 @click.option(
     "--precision",
     help=f"Comma list of {', '.join(PRECISIONS)}.  [default: of --int4 and the like, or auto]",
 )
-@click.option("--data", type=FILE, help='JSONL: {"turns": ["text", ...]}.  [default: ten of ours]')
-@click.option("--medusa", type=FILE, help="Heads of the medusa row: scripts/train_medusa.py.")
-@click.option("--limit", type=int, help="Only the first N questions.")
-@click.option("--max-new-tokens", default=DEFAULTS.max_new_tokens, show_default=True)
-@click.option("--temperature", default=DEFAULTS.temperature, show_default=True)
-@click.option("--top-p", default=DEFAULTS.top_p, show_default=True)
-@click.option("--seed", default=DEFAULTS.seed, show_default=True)
-@click.option("--compile/--no-compile", default=DEFAULTS.compile, show_default=True)
-@click.option(
-    "--tree-value",
-    default=DEFAULTS.tree_value,
-    show_default=True,
-    help="cumulative, or confidence (EAGLE-2's ablation): what ranks a node.",
-)
-@click.option("--rerank/--no-rerank", default=True, show_default=True, help="EAGLE-2's ablation.")
 @click.option(
     "--load-format",
     type=click.Choice(["auto", "dummy"]),
     default="auto",
     help="dummy: random weights in a registry model's shape, nothing downloaded.",
 )
-@click.option("--simulate-tau", type=float, help="Tokens per cycle of eagle rows on dummy weights.")
 @click.option(
     "--batch",
     type=Numbers(),
@@ -94,7 +80,6 @@ OF_ROWS += ("save_outputs", "plot_path")
 def main(
     model: str,
     runtime_options: RuntimeOptions,
-    rows: str,
     precision: str | None,
     load_format: str,
     batch: tuple[int, ...] | None,
@@ -108,7 +93,7 @@ def main(
     precisions = _precisions(precision, runtime_options)
     if batch is not None:
         _check_batch(batch)
-    options = BenchOptions(model, comma_list(rows), precisions, **settings)
+    options = BenchOptions(model, precisions=precisions, **settings)
     if plot_path:
         check_plot(plot_path)
     if json_path:

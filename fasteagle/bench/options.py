@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 
-from fasteagle.bench.row_spec import RowSpec, parse_rows
+from fasteagle.bench.row_spec import ROW_NAMES, RowSpec, parse_rows
 from fasteagle.errors import FasteagleError
-from fasteagle.option_fields import option
+from fasteagle.option_fields import check, option, require
 from fasteagle.options import DEFAULT_MODEL, DraftOptions, SamplingParams
 from fasteagle.quant.scheme import check_precision, is_scheme_name
 
+TREE_VALUES = ("cumulative", "confidence")  # what ranks a node
 DEFAULT_ROWS = ("hf", "plain", "eagle")
 PRECISIONS = ("auto", "bf16", "fp16", "fp32", "int8", "int4", "a scheme like int4-g64-hqq")
 
@@ -48,52 +48,55 @@ class BenchOptions:
     """Rows, precisions, prompts and settings of a run."""
 
     model: str = DEFAULT_MODEL
-    rows: tuple[str, ...] = DEFAULT_ROWS
+    rows: tuple[str, ...] = option(
+        DEFAULT_ROWS,
+        f"Comma list of {', '.join(ROW_NAMES)}, or eagle@DEPTH/TOPK/NODES; ROW=HEAD drafts with a "
+        "head of its own.",
+        kind="comma list",
+    )
     precisions: tuple[str, ...] = ("auto",)
-    data: Path | None = None
-    limit: int | None = None
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-    compile: bool = True
+    data: Path | None = option(
+        None, 'JSONL: {"turns": ["text", ...]}.  [default: ten of ours]', kind="file"
+    )
+    limit: int | None = option(None, "Only the first N questions.", least=1)
+    max_new_tokens: int = option(128, "Of an answer; a rate needs 2.", least=2)
+    temperature: float = option(0.0)
+    top_p: float = option(1.0)
+    seed: int = option(0)
+    compile: bool = option(True, flag="--compile/--no-compile")
     draft: DraftOptions = dataclasses.field(default_factory=DraftOptions)
-    medusa: Path | None = None  # trained heads of the medusa row
-    tree_value: str = "cumulative"  # "confidence": EAGLE-2's ablation without cumulative scores
-    rerank: bool = True  # False: its ablation that keeps nodes in the order of drafting
-    simulate_tau: float | None = None  # of eagle rows on random weights; see `simulate`
+    medusa: Path | None = option(
+        None, "Heads of the medusa row: scripts/train_medusa.py.", kind="file"
+    )
+    tree_value: str = option(
+        "cumulative", "confidence: EAGLE-2's ablation without cumulative scores.", kind=TREE_VALUES
+    )
+    rerank: bool = option(
+        True, "EAGLE-2's ablation: nodes as drafted.", flag="--rerank/--no-rerank"
+    )
+    simulate_tau: float | None = option(None, "Tokens per cycle of eagle rows on dummy weights.")
 
     @property
     def specs(self) -> tuple[RowSpec, ...]:
         return parse_rows(self.rows, self.draft)
 
     def __post_init__(self) -> None:
+        check(self)
         for name, values in (("rows", self.rows), ("precision", self.precisions)):
             if not values:
                 raise FasteagleError(f"{name} '' names none: give one, or several as A,B")
         for precision in self.precisions:
             if not is_scheme_name(precision.removesuffix("-torchao")):
-                _check_known("precision", precision, PRECISIONS)
-        _check_known("tree value", self.tree_value, ("cumulative", "confidence"))
+                known = ", ".join(PRECISIONS)
+                require(precision in PRECISIONS, f"unknown precision {precision!r}: use {known}")
         self.params  # noqa: B018 - checks them
         if self.medusa is None and RowSpec("medusa") in self.specs:
             raise FasteagleError(
                 "row medusa needs trained heads: add --medusa FILE (scripts/train_medusa.py "
                 "makes one)"
             )
-        if self.limit is not None and self.limit < 1:
-            raise FasteagleError(f"limit {self.limit} is out of range: use 1 or more")
-        if self.max_new_tokens < 2:
-            raise FasteagleError(
-                f"max-new-tokens {self.max_new_tokens} is out of range: a rate needs 2 or more"
-            )
 
     @property
     def params(self) -> SamplingParams:
         """Parameters by which answers are sampled."""
         return SamplingParams(self.temperature, top_p=self.top_p, seed=self.seed)
-
-
-def _check_known(what: str, value: str, known: Sequence[str]) -> None:
-    if value not in known:
-        raise FasteagleError(f"unknown {what} {value!r}: use {', '.join(known)}")

@@ -111,7 +111,8 @@ def _option(field: Field[Any], hint: Any) -> Option:
     names = (*flag_of(field).split(), field.name)
     settings: dict[str, Any] = {"help": field.metadata.get("text")}
     if hint is bool:
-        return click.option(*names, is_flag=True, **settings)
+        is_on = default is True
+        return click.option(*names, is_flag=True, default=is_on, show_default=is_on, **settings)
     if kind == "comma list":
         default = ",".join(default)
         settings["callback"] = lambda context, option, text: comma_list(text)

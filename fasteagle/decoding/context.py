@@ -222,9 +222,7 @@ class Context:
         if T > MAX_TREE_ROWS:
             n_keys = min(round_up(begin + T, KEY_BLOCK), n_slots)
             return causal_mask(begin, T, n_keys, window, self.device)
-        row = torch.arange(T, device=self.device)
-        paths = row.to(torch.int32).expand(T, T).contiguous()
-        return TreeView(torch.tensor(begin, device=self.device), paths, row, window)
+        return TreeView.of_chain(torch.tensor(begin, device=self.device), T, window)
 
     @torch.no_grad()
     def features(self, ids: Sequence[int], aux_layers: tuple[int, ...] = ()) -> Tensor:
