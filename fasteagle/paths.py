@@ -118,6 +118,14 @@ def require_writable(target: Path) -> None:
         ) from error
 
 
+def require_place(target: Path) -> None:
+    """Raise `FasteagleError` unless `target` is an empty folder or a name that can be written."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise FasteagleError(f"{target} is there already and not empty: choose another place")
+    if not target.exists():
+        require_writable(target)
+
+
 @contextlib.contextmanager
 def atomic_dir(target: Path, *, shared: bool = False) -> Iterator[Path]:
     """Yield a temporary folder that becomes `target` on success and is removed otherwise.

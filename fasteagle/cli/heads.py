@@ -19,7 +19,7 @@ from fasteagle.loading.heads.write import HeadTarget, export_head
 from fasteagle.loading.open import Runtime, open_model
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.options import RuntimeOptions
-from fasteagle.paths import require_writable
+from fasteagle.paths import require_place
 
 # Options that say which weights a draft head is compared with
 OF_WEIGHTS = ("device", "threads", "precision", "int4", "int8")
@@ -74,10 +74,7 @@ def _print_probes(files: HeadFiles, runtime: Runtime, aux_layers: tuple[int, ...
 def run_export_head(head: str, out: Path, options: ExportOptions) -> None:
     """Write the draft head for another engine and print remarks on it."""
     files = named_head(head)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise FasteagleError(f"{out} is there already: give another -o")
-    if not out.exists():
-        require_writable(out)
+    require_place(out)
     if options.to == "gguf" and out.suffix != ".gguf":
         raise FasteagleError(f"-o {out} must be the name of a .gguf file")
     target = None if options.model is None else _export_target(options.model)

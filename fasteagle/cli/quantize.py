@@ -11,7 +11,7 @@ from fasteagle.errors import FasteagleError, note
 from fasteagle.loading.open import open_model
 from fasteagle.loading.quantize import scheme_for, write_folder
 from fasteagle.options import RuntimeOptions
-from fasteagle.paths import atomic_dir, require_writable
+from fasteagle.paths import atomic_dir, require_place
 
 
 def run_quantize(model: str, options: RuntimeOptions, out: Path) -> None:
@@ -28,10 +28,7 @@ def run_quantize(model: str, options: RuntimeOptions, out: Path) -> None:
             "the LM head is written in 16 bits, and its precision is chosen when the model runs: "
             f"leave -lm{options.head_bits} out"
         )
-    if out.exists() and any(out.iterdir()):
-        raise FasteagleError(f"{out} is there already and not empty: give another -o")
-    if not out.exists():
-        require_writable(out)
+    require_place(out)
     if options.threads:
         torch.set_num_threads(options.threads)
     opened = open_model(model)

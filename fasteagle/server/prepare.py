@@ -146,8 +146,6 @@ class Planner:
             raise BadParameterError("prompt", "give either prompt or messages")
         tokenizer = self._llm.tokenizer
         if body.messages is not None:
-            if not body.messages:
-                raise BadParameterError("messages", "is empty")
             end = body.add_generation_prompt
             text = self.render(body.messages, (), self._defaults.think, end)
             self._check_length(text, "messages")

@@ -251,7 +251,7 @@ class CompletionRequest(Sampled):
 class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
-    messages: Messages | None = None
+    messages: Messages | None = Field(None, min_length=1)
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
 

@@ -21,6 +21,7 @@ from fasteagle.server.metrics import Metrics
 
 STALL_SECONDS = 0.25  # in all, for which an answer stands still for its client while others wait
 POLL_SECONDS = 0.05
+PATIENCE = 10.0  # seconds that the thread may take to end
 
 
 class QueueFullError(Exception):
@@ -143,14 +144,14 @@ class AnswerQueue:
         for job in list(self._running):
             job.cancelled.set()
 
-    def stop(self, patience: float = 10.0) -> None:
+    def stop(self) -> None:
         """Take nothing new, end the running answers and the thread."""
         self.drain()
         with self._changed:
             self._stopped = True
             self.break_off()
             self._changed.notify()
-        self._thread.join(patience)
+        self._thread.join(PATIENCE)
 
     def _work(self, n_threads: int) -> None:
         torch.set_num_threads(n_threads)

@@ -228,7 +228,10 @@ def test_command(target_dir, tmp_path):
         assert run(*arguments, "-o", ".").exit_code == 0
     assert (tmp_path / "empty" / "config.json").exists()
     result = run(*arguments, "-o", tmp_path / "out")
-    assert result.exit_code == 2 and "is there already: give another -o" in result.stderr
+    assert (
+        result.exit_code == 2
+        and "is there already and not empty: choose another place" in result.stderr
+    )
     result = run(tmp_path / "ours", "--to", "gguf", "-o", tmp_path / "folder")
     assert result.exit_code == 2 and "must be the name of a .gguf file" in result.stderr
 
