@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fasteagle.compile import cpu_pass
 from fasteagle.compile.cpu_blocks import MAX_ROWS, NativeBlocks, fits
 from fasteagle.compile.cpu_draft import NativeDraft, Text
-from fasteagle.decoding.cycle import EAGER, Pieces, Proposal
+from fasteagle.decoding.cycle import EAGER, Pieces
 from fasteagle.decoding.launch import Capture, Launch
 from fasteagle.decoding.runner import Advice, Backend, Runner
 from fasteagle.drafting.base import Drafter
@@ -22,6 +22,7 @@ from fasteagle.drafting.draft_head import under_mask
 from fasteagle.model import EagleHead, Ops, Output, Target, Transformer
 from fasteagle.quant.cpu_linear import NativeNorm, in_huge_pages
 from fasteagle.state import CycleSpec, DecodeState
+from fasteagle.tree import Proposal
 
 
 class CpuBackend(Backend):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fasteagle.compile.cpu_blocks import MAX_ROWS, block_tensors, fits
-from fasteagle.decoding.cycle import EAGER, Proposal
+from fasteagle.decoding.cycle import EAGER
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.fused import FusedDrafter
@@ -29,7 +29,7 @@ from fasteagle.quant.cpu_tensors import CorpusIndex, HeadTensors
 from fasteagle.quant.linear import QuantizedLMHead
 from fasteagle.shapes import GatedChain
 from fasteagle.state import CycleSpec, DecodeState
-from fasteagle.tree import HEAD, LOOKUP, chain
+from fasteagle.tree import HEAD, LOOKUP, Proposal, chain
 
 LOOKING_UP = (FusedDrafter, NgramDrafter)
 

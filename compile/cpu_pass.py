@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fasteagle.compile.cpu_blocks import NativeBlocks
-from fasteagle.decoding.cycle import EAGER, Proposal
+from fasteagle.decoding.cycle import EAGER
 from fasteagle.decoding.together import groups, split
 from fasteagle.model import Output, Target, Transformer
 from fasteagle.quant.cpu_linear import NativeLinear, NativeNorm
@@ -22,6 +22,7 @@ from fasteagle.quant.cpu_tensors import Sampling, State, TargetTensors, Tree
 from fasteagle.quant.linear import QuantizedLMHead
 from fasteagle.sampling import SamplingMode
 from fasteagle.state import CycleSpec, DecodeState
+from fasteagle.tree import Proposal
 
 MAX_ROWS = 32  # rows of one call
 DTYPES = (torch.float32, torch.bfloat16)  # of features and embeddings

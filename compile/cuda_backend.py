@@ -23,7 +23,7 @@ from fasteagle.compile.graphs import CapturedRunner
 from fasteagle.compile.tree_attention import OPS, has_kernel, has_triton
 from fasteagle.config import ModelConfig
 from fasteagle.decoding import cycle
-from fasteagle.decoding.cycle import EAGER, Pieces, Proposal
+from fasteagle.decoding.cycle import EAGER, Pieces
 from fasteagle.decoding.launch import Capture, Launch
 from fasteagle.decoding.runner import Advice, Backend, Runner
 from fasteagle.drafting.base import Drafter
@@ -33,7 +33,7 @@ from fasteagle.model import CORE, EagleHead, Ops, Output, Target, Transformer
 from fasteagle.quant.cuda_linear import InterleavedLinear
 from fasteagle.quant.linear import QuantizedLMHead
 from fasteagle.state import CycleSpec, DecodeState
-from fasteagle.tree import Pool, relations
+from fasteagle.tree import Pool, Proposal, relations
 
 
 def draft(state: DecodeState, drafter: Drafter | None, spec: CycleSpec) -> Proposal:

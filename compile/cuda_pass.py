@@ -20,12 +20,12 @@ from torch import Tensor
 
 from fasteagle.compile.cuda_blocks import MAX_ROWS
 from fasteagle.compile.split_cycles import SharedRuns
-from fasteagle.decoding.cycle import EAGER, Proposal
+from fasteagle.decoding.cycle import EAGER
 from fasteagle.decoding.launch import Capture
 from fasteagle.decoding.together import groups, split
 from fasteagle.model import Output, Target
 from fasteagle.state import DecodeState
-from fasteagle.tree import TreeView
+from fasteagle.tree import Proposal, TreeView
 
 if TYPE_CHECKING:  # at run time only where Triton is: on CUDA
     from fasteagle.compile.kernels.sequence_kernels import Sequences

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fasteagle.compile.graphs import compiling
-from fasteagle.decoding.cycle import EAGER, Pieces, Proposal
+from fasteagle.decoding.cycle import EAGER, Pieces
 from fasteagle.decoding.launch import may_be_shorter, variant_of
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.draft_head import HeadDrafter
@@ -26,6 +26,7 @@ from fasteagle.multi_round import accept_sampled
 from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import AnyShape
 from fasteagle.state import CycleSpec, DecodeState
+from fasteagle.tree import Proposal
 
 # Small kernels that do not wait for each other become one launch, also if their sizes differ.
 FOR_GRAPHS = {

@@ -20,7 +20,7 @@ import torch
 from fasteagle.compile.cuda_graphs import CudaGraphs, PinnedPlace
 from fasteagle.compile.precompile import compile_ahead, compile_launches
 from fasteagle.compile.split_cycles import SplitCycle, capture_split
-from fasteagle.decoding.cycle import Pieces, Proposal, decode_cycle
+from fasteagle.decoding.cycle import Pieces, decode_cycle
 from fasteagle.decoding.launch import Done, Launch, drop_others, head_config, variant_of
 from fasteagle.decoding.runner import Backend, Runner
 from fasteagle.drafting.base import Drafter
@@ -29,7 +29,7 @@ from fasteagle.logits import LogitsProcessor
 from fasteagle.model import Output
 from fasteagle.multi_round import accept_sampled
 from fasteagle.state import CycleSpec, DecodeState
-from fasteagle.tree import Pool
+from fasteagle.tree import Pool, Proposal
 
 # Held during a capture, and during the first run of compiled code: compilation times code, and
 # timing waits for the whole device, which spoils a capture in another thread.

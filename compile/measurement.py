@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fasteagle.compile.cpu_draft import NativeChain, Text, look_up
-from fasteagle.decoding.cycle import EAGER, Proposal, decode_cycle
+from fasteagle.decoding.cycle import EAGER, decode_cycle
 from fasteagle.decoding.launch import variant_of
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.costs import ROWS, WIDTHS, Costs
@@ -29,7 +29,7 @@ from fasteagle.drafting.thresholds import LONGEST, Thresholds
 from fasteagle.generate import Engine
 from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import AnyShape, FusedShape, GatedChain, TreeShape
-from fasteagle.tree import chain
+from fasteagle.tree import Proposal, chain
 
 CONTEXT = 256  # committed tokens while measuring
 FEWEST_ROUNDS, MOST_ROUNDS = 1, 3

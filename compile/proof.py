@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fasteagle.compile.tree_attention import has_triton
-from fasteagle.decoding.cycle import EAGER, Proposal
+from fasteagle.decoding.cycle import EAGER
 from fasteagle.decoding.runner import Backend
 from fasteagle.device import cpu_field, device_name
 from fasteagle.drafting.draft_head import DraftOps
@@ -38,7 +38,7 @@ from fasteagle.quant.linear import use_references
 from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import GatedChain, TreeShape
 from fasteagle.state import CycleSpec, DecodeState
-from fasteagle.tree import DraftTree
+from fasteagle.tree import DraftTree, Proposal
 
 ROWS = 4  # rows of each product
 COLUMNS = 64  # columns of a product that are compared

@@ -11,12 +11,12 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fasteagle.decoding.cycle import Pieces, Proposal
+from fasteagle.decoding.cycle import Pieces
 from fasteagle.decoding.launch import Capture
 from fasteagle.drafting.base import Drafter
 from fasteagle.model import Output, Target
 from fasteagle.state import CycleSpec, DecodeState
-from fasteagle.tree import Pool
+from fasteagle.tree import Pool, Proposal
 
 Variant = TypeVar("Variant")
 Result = TypeVar("Result")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fasteagle.sampling import BAD_ROW, process_logits
 from fasteagle.state import CycleSpec, DecodeState
-from fasteagle.tree import DraftTree
+from fasteagle.tree import DraftTree, Proposal
 from fasteagle.verify import PAD, Accepted, seen_rows
 
 DRAFT_STREAM = 0x5DEECE66D  # changes the seed for sampling children
@@ -22,19 +22,15 @@ ACCEPT_STREAM = 0x9E3779B97F4A7C15
 
 
 def accept_sampled(
-    state: DecodeState,
-    spec: CycleSpec,
-    tree: DraftTree,
-    tree_mask: Tensor,
-    depths: Tensor,
-    logits: Tensor,
+    state: DecodeState, spec: CycleSpec, proposal: Proposal, logits: Tensor
 ) -> Accepted:
     """Accept a path by multi-round sampling, see `CycleSpec.accept`.
 
     It reads device values on the host, so no CUDA graph can contain it.
     """
+    tree = proposal.tree
     assert tree.distributions is not None, "its drafter samples the children"
-    seen = seen_rows(state.seen, tree, tree_mask) if spec.kind.penalty else None
+    seen = seen_rows(state.seen, proposal) if spec.kind.penalty else None
     probs = process_logits(logits.float(), spec.kind, state.sampling, seen).softmax(-1)
     seed, position = int(state.sampling.seed), int(state.seq_len)
     return multi_round(probs, tree.distributions, tree, spec.depth, seed, position)

@@ -16,7 +16,7 @@ from fasteagle.model import KVCache, Transformer
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import SamplingMode, SamplingTensors
 from fasteagle.shapes import AnyShape, FusedShape, GatedChain, TreeShape
-from fasteagle.tree import DraftTree
+from fasteagle.tree import DraftTree, Proposal
 from fasteagle.verify import Accepted
 
 MAX_DEPTH = 63  # longest path of a tree
@@ -36,8 +36,8 @@ class Committed(NamedTuple):
     count: Tensor  # [1]
 
 
-# Arguments: state, spec, tree, tree mask, depths, the target's logits. Returns the accepted path.
-Accept = Callable[["DecodeState", "CycleSpec", DraftTree, Tensor, Tensor, Tensor], Accepted]
+# Arguments: state, spec, proposal, the target's logits. Returns the accepted path.
+Accept = Callable[["DecodeState", "CycleSpec", Proposal, Tensor], Accepted]
 
 
 @dataclasses.dataclass(frozen=True)

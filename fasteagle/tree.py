@@ -8,6 +8,7 @@ D levels.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -161,3 +162,31 @@ def chain(tokens: Tensor, valid: Tensor) -> DraftTree:
     """Return a chain of T rows, root first."""
     parents = (torch.arange(tokens.shape[0], device=tokens.device) - 1).clamp(min=0)
     return DraftTree(torch.where(valid, tokens, 0), parents, valid)
+
+
+class Proposal(NamedTuple):
+    """Draft tree, with the tree mask, depths and path table of its rows."""
+
+    tree: DraftTree
+    tree_mask: Tensor  # [T, T] bool: row j sees row i
+    depths: Tensor  # [T], the root's is 0
+    paths: Tensor  # [T, T] int32, see `tree_paths`
+    extended: bool = False  # whether the drafter has seen the pending pairs
+    promised: tuple[float, ...] = ()  # path probabilities of a gated chain, where the host has them
+
+    @classmethod
+    def of(
+        cls,
+        tree: DraftTree,
+        extended: bool = False,
+        relate: Callable[[Tensor, Tensor], Relations] = relations,
+    ) -> Proposal:
+        return cls(tree, *relate(tree.parents, tree.valid), extended)
+
+    def first_rows(self, n: int) -> Proposal:
+        """Return the proposal of the first `n` rows; the rows past them must be padding."""
+        if n == len(self.depths):
+            return self
+        mask, paths = (each[:n, :n].contiguous() for each in (self.tree_mask, self.paths))
+        tree = first_rows(self.tree, n)
+        return self._replace(tree=tree, tree_mask=mask, depths=self.depths[:n], paths=paths)

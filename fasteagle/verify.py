@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fasteagle.tree import DraftTree
+from fasteagle.tree import Proposal
 
 PAD = -2  # fills the emitted tokens after the last one
 
@@ -27,13 +27,12 @@ class Accepted(NamedTuple):
     count: Tensor  # [] emitted tokens, 1 .. D + 1
 
 
-def accept(
-    drawn: Tensor, tree: DraftTree, tree_mask: Tensor, depths: Tensor, depth: int
-) -> Accepted:
+def accept(drawn: Tensor, proposal: Proposal, depth: int) -> Accepted:
     """Accept the path from the root along children that carry their parent's sampled token.
 
     `drawn` [T] are the target's own tokens after each row, `depth` is the deepest level D.
     """
+    tree, tree_mask, depths = proposal[:3]
     T = drawn.shape[0]
     row = torch.arange(T, device=drawn.device)
     matches = (tree.valid & (tree.tokens == drawn[tree.parents])) | (row == 0)
@@ -49,7 +48,8 @@ def accept(
     return Accepted(rows, torch.where(inside, drawn[rows], PAD), count)
 
 
-def seen_rows(seen: Tensor, tree: DraftTree, tree_mask: Tensor) -> Tensor:
+def seen_rows(seen: Tensor, proposal: Proposal) -> Tensor:
     """Return the tokens [T, V] under repetition penalty at each row: committed, and ancestors."""
-    ids = torch.where(tree_mask, tree.tokens.unsqueeze(0), tree.tokens[0])
-    return seen.expand(len(tree.tokens), -1).scatter(1, ids, True)
+    tokens = proposal.tree.tokens
+    ids = torch.where(proposal.tree_mask, tokens.unsqueeze(0), tokens[0])
+    return seen.expand(len(tokens), -1).scatter(1, ids, True)

@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 
 from families import TINY_SHAPE, TINY_VOCAB, hf_class
 from fasteagle.config import Eagle3Config, HeadConfig, ModelConfig
-from fasteagle.decoding.cycle import Proposal
 from fasteagle.decoding.runner import Backend
 from fasteagle.drafting.base import Tuning
 from fasteagle.drafting.costs import Costs
@@ -28,7 +27,7 @@ from fasteagle.sampling import SamplingMode, SamplingTensors
 from fasteagle.shapes import AnyShape, TreeShape
 from fasteagle.state import Committed, CycleSpec, DecodeState
 from fasteagle.training.options import TrainOptions
-from fasteagle.tree import DraftTree
+from fasteagle.tree import DraftTree, Proposal
 from replaying import ReplayingBackend
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"

@@ -8,7 +8,7 @@ import torch
 
 from fasteagle.multi_round import multi_round
 from fasteagle.sampling import BAD_ROW
-from fasteagle.tree import DraftTree, ancestor_mask
+from fasteagle.tree import DraftTree, Proposal
 from fasteagle.verify import PAD, accept, seen_rows
 
 
@@ -17,9 +17,9 @@ def test_accept_follows_the_drawn_tokens():
     for parents in ([0, 0, 0, 1], [0, 0, 1, 2], [0, 0, 0, 0], [0, 0, 1, 1]):
         tokens = [2, 0, 1, 2] if parents != [0, 0, 1, 1] else [2, 0, 0, 1]
         tree = DraftTree(torch.tensor(tokens), torch.tensor(parents), torch.ones(4).bool())
-        mask, depths = ancestor_mask(tree.parents, tree.valid)
+        proposal = Proposal.of(tree)
         for drawn in itertools.product(range(3), repeat=4):
-            got = accept(torch.tensor(drawn), tree, mask, depths, 3)
+            got = accept(torch.tensor(drawn), proposal, 3)
             at, path = 0, [0]
             while True:
                 below = [j for j in range(1, 4) if parents[j] == at and tokens[j] == drawn[at]]
@@ -36,8 +36,7 @@ def test_accept_follows_the_drawn_tokens():
 def test_padding_is_never_accepted():
     valid = torch.tensor([True, True, False])
     tree = DraftTree(torch.tensor([5, 6, 0]), torch.tensor([0, 0, 1]), valid)
-    mask, depths = ancestor_mask(tree.parents, tree.valid)
-    got = accept(torch.tensor([6, 0, 0]), tree, mask, depths, 2)
+    got = accept(torch.tensor([6, 0, 0]), Proposal.of(tree), 2)
     assert got.emitted.tolist() == [6, 0, PAD]
 
 
@@ -64,9 +63,8 @@ def test_multi_round_ends_a_path_where_the_target_has_no_probabilities():
 
 def test_penalty_sees_each_rows_own_ancestors():
     tree = DraftTree(torch.tensor([5, 6, 7, 8]), torch.tensor([0, 0, 0, 1]), torch.ones(4).bool())
-    mask, _ = ancestor_mask(tree.parents, tree.valid)
     seen = torch.zeros(1, 10, dtype=torch.bool)
     seen[0, 1] = True
-    rows = [set(row.nonzero()[:, 0].tolist()) for row in seen_rows(seen, tree, mask)]
+    rows = [set(row.nonzero()[:, 0].tolist()) for row in seen_rows(seen, Proposal.of(tree))]
     assert rows == [{1, 5}, {1, 5, 6}, {1, 5, 7}, {1, 5, 6, 8}]
     assert seen.sum() == 1

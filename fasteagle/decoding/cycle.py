@@ -24,36 +24,8 @@ from fasteagle.logits import LogitsProcessor
 from fasteagle.model import KVCache, Output, Target
 from fasteagle.sampling import draw
 from fasteagle.state import CycleSpec, DecodeState
-from fasteagle.tree import LOOKUP, DraftTree, Pool, Relations, TreeView, first_rows, relations
+from fasteagle.tree import LOOKUP, Pool, Proposal, Relations, TreeView, relations
 from fasteagle.verify import PAD, Accepted, accept, seen_rows
-
-
-class Proposal(NamedTuple):
-    """Draft tree, with the tree mask, depths and path table of its rows."""
-
-    tree: DraftTree
-    tree_mask: Tensor  # [T, T] bool: row j sees row i
-    depths: Tensor  # [T], the root's is 0
-    paths: Tensor  # [T, T] int32, see `tree_paths`
-    extended: bool = False  # whether the drafter has seen the pending pairs
-    promised: tuple[float, ...] = ()  # path probabilities of a gated chain, where the host has them
-
-    @classmethod
-    def of(
-        cls,
-        tree: DraftTree,
-        extended: bool = False,
-        relate: Callable[[Tensor, Tensor], Relations] = relations,
-    ) -> Proposal:
-        return cls(tree, *relate(tree.parents, tree.valid), extended)
-
-    def first_rows(self, n: int) -> Proposal:
-        """Return the proposal of the first `n` rows; the rows past them must be padding."""
-        if n == len(self.depths):
-            return self
-        mask, paths = (each[:n, :n].contiguous() for each in (self.tree_mask, self.paths))
-        tree = first_rows(self.tree, n)
-        return self._replace(tree=tree, tree_mask=mask, depths=self.depths[:n], paths=paths)
 
 
 class Pieces(NamedTuple):
@@ -150,33 +122,21 @@ def accept_and_commit(
 ) -> None:
     """Choose a path from the root, and commit it."""
     choose = spec.accept or accept_drawn
-    path = choose(state, spec, *proposal[:3], output.logits)
+    path = choose(state, spec, proposal, output.logits)
     commit(state, spec, proposal, output, path, move_rows)
 
 
 def accept_drawn(
-    state: DecodeState,
-    spec: CycleSpec,
-    tree: DraftTree,
-    tree_mask: Tensor,
-    depths: Tensor,
-    logits: Tensor,
+    state: DecodeState, spec: CycleSpec, proposal: Proposal, logits: Tensor
 ) -> Accepted:
     """Sample the target's token at every row, and accept the path along them from the root."""
-    drawn = drawn_tokens(state, spec, tree, tree_mask, depths, logits)
-    return accept(drawn, tree, tree_mask, depths, spec.depth)
+    return accept(drawn_tokens(state, spec, proposal, logits), proposal, spec.depth)
 
 
-def drawn_tokens(
-    state: DecodeState,
-    spec: CycleSpec,
-    tree: DraftTree,
-    tree_mask: Tensor,
-    depths: Tensor,
-    logits: Tensor,
-) -> Tensor:
+def drawn_tokens(state: DecodeState, spec: CycleSpec, proposal: Proposal, logits: Tensor) -> Tensor:
     """Return the target's own token after each row [T]."""
-    seen = seen_rows(state.seen, tree, tree_mask) if spec.kind.penalty else None
+    depths = proposal.depths
+    seen = seen_rows(state.seen, proposal) if spec.kind.penalty else None
     # Noise takes a millisecond for 16 levels, and a chain may be shorter than its shape.
     n_levels = len(depths) if spec.in_place else spec.depth + 1
     positions = state.seq_len + 1 + torch.arange(n_levels, device=depths.device)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fasteagle.config import HeadConfig
-from fasteagle.decoding.cycle import EAGER, Pieces, Proposal, decode_cycle, finish, select
+from fasteagle.decoding.cycle import EAGER, Pieces, decode_cycle, finish, select
 from fasteagle.decoding.launch import Capture, Done, Launch, drop_others, may_be_shorter, variant_of
 from fasteagle.decoding.together import verify_together
 from fasteagle.drafting.base import Drafter
@@ -25,7 +25,7 @@ from fasteagle.drafting.draft_head import DraftOps, HeadDrafter, RankingDrafter,
 from fasteagle.logits import LogitsProcessor
 from fasteagle.model import CORE, EagleHead, Ops, Output, Target
 from fasteagle.state import CycleSpec, DecodeState
-from fasteagle.tree import Pool
+from fasteagle.tree import Pool, Proposal
 
 HeadBlocks = MutableMapping[EagleHead, Callable[..., Tensor]]
 Advice = Callable[[HeadConfig | None], str | None]

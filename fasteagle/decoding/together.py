@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fasteagle.decoding.cycle import Proposal
 from fasteagle.model import Ops, Output, Target, as_mask
 from fasteagle.state import DecodeState
-from fasteagle.tree import TreeView
+from fasteagle.tree import Proposal, TreeView
 
 
 class _Caches(NamedTuple):

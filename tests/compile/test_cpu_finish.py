@@ -11,7 +11,7 @@ import torch
 
 from fasteagle.compile.cpu_backend import CpuBackend
 from fasteagle.compile.cpu_pass import NativeFinish
-from fasteagle.decoding.cycle import EAGER, Proposal
+from fasteagle.decoding.cycle import EAGER
 from fasteagle.decoding.runner import Backend
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.generate import Engine
@@ -21,7 +21,7 @@ from fasteagle.quant.cpu_tensors import Sampling, State, Tree
 from fasteagle.sampling import BAD_ROW, SamplingMode, draw
 from fasteagle.shapes import AnyShape, FusedShape, TreeShape
 from fasteagle.state import CycleSpec
-from fasteagle.tree import HEAD, LOOKUP, DraftTree
+from fasteagle.tree import HEAD, LOOKUP, DraftTree, Proposal
 from helpers import tiny_config
 from native_models import SHAPE, native_target, random_tree, state_of
 

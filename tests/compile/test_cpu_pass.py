@@ -8,7 +8,7 @@ import torch
 from fasteagle.compile.backend import choose_backend
 from fasteagle.compile.cpu_backend import CpuBackend
 from fasteagle.compile.cpu_pass import NativeFinish, why_not
-from fasteagle.decoding.cycle import EAGER, Proposal
+from fasteagle.decoding.cycle import EAGER
 from fasteagle.loading.source import quantize_
 from fasteagle.quant.cpu_tensors import (
     BlockTensors,
@@ -20,6 +20,7 @@ from fasteagle.quant.cpu_tensors import (
     Tree,
 )
 from fasteagle.quant.scheme import Scheme
+from fasteagle.tree import Proposal
 from helpers import random_target, tiny_config
 from native_models import CONFIGS, SHAPE, native_backend, native_target, random_tree, state_of
 

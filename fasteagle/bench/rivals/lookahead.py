@@ -22,7 +22,7 @@ from fasteagle.drafting.base import Drafter
 from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import AnyShape, StaticShape
 from fasteagle.state import Accept, CycleSpec, DecodeState
-from fasteagle.tree import DraftTree
+from fasteagle.tree import DraftTree, Proposal
 from fasteagle.verify import Accepted, accept
 
 WINDOW, LEVELS, GUESSES = 5, 3, 5
@@ -69,18 +69,12 @@ class LookaheadDrafter(Drafter):
         return self._accept
 
     def _accept(
-        self,
-        state: DecodeState,
-        spec: CycleSpec,
-        tree: DraftTree,
-        tree_mask: Tensor,
-        depths: Tensor,
-        logits: Tensor,
+        self, state: DecodeState, spec: CycleSpec, proposal: Proposal, logits: Tensor
     ) -> Accepted:
         """Accept along the target's tokens, and remember those of all rows for the window."""
-        drawn = drawn_tokens(state, spec, tree, tree_mask, depths, logits)
+        drawn = drawn_tokens(state, spec, proposal, logits)
         self._drawn.copy_(drawn)
-        return accept(drawn, tree, tree_mask, depths, spec.depth)
+        return accept(drawn, proposal, spec.depth)
 
     def propose(self, prediction: None, state: DecodeState, spec: CycleSpec) -> DraftTree:
         """Collect the n-grams of the last pass, move the window on, and return guesses with it."""
