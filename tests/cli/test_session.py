@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from fasteagle.cli.session import ChatSession
@@ -84,6 +86,9 @@ def test_retry_takes_the_next_seed_and_replaces_the_answer(session):
     assert session.stats.cached_tokens > 0
     session.turns = []
     assert answer(session, "hello") == second
+    session.params = dataclasses.replace(session.params, seed=2**63 - 1)  # the largest
+    list(session.retry())
+    assert session.params.seed == 0
 
 
 def test_interrupted_answer_stays_as_far_as_it_came(session):

@@ -258,6 +258,8 @@ def test_the_rate_of_several_answers_is_that_of_all_of_them():
     ]
     both = server_replies.together(each)
     assert (both.tok_s, both.ttft, both.decode_seconds) == (15.0, 0.4, 2.0)
+    empty = Stats(new_tokens=0, decode_seconds=0.0, ttft=0.6)  # it was a stop string at once
+    assert server_replies.together([*each, empty]).tok_s == 15.0
 
 
 def test_one_who_does_not_read_stands_still_alone(live, slow):
