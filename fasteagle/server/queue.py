@@ -132,7 +132,6 @@ class AnswerQueue:
             self._draining = True
             while self._waiting:
                 self._refuse(self._waiting.popleft())
-            self._changed.notify()
 
     def _refuse(self, job: Job) -> None:
         error = ShuttingDownError()

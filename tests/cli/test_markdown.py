@@ -72,12 +72,21 @@ def test_marks_become_what_they_mean():
 
 
 def test_nothing_before_the_answer_is_erased():
-    for length in (1, 38, 39, 40, 41, 79, 80, 81, 200):
+    for length in (1, 38, 39, 40, 41, 77, 79, 80, 81, 117, 200):
         for end in ("", "\n", "\n\n"):
             text, _ = shown("x" * (length - 1) + " *y*" + end, before="one\ntwo\n>>> hi\n")
             lines = text.split("\n")
             assert lines[:3] == ["one", "two", ">>> hi"], length
             assert "*" not in text and text.replace("\n", "").count("x") == length - 1
+
+
+@pytest.mark.parametrize("n", [1, 7, 8, 9, 16, 31, 32, 33, 39])
+def test_tabs_go_to_the_next_eighth_column(n):
+    answer = AnswerScreen(plain=True)
+    answer._width = 40
+    answer._advance("x" * n + "\t")
+    column = (n // 8 + 1) * 8
+    assert (answer._rows, answer._column) == (0, column)
 
 
 @pytest.mark.parametrize(

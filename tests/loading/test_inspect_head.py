@@ -71,6 +71,8 @@ def test_every_dialect_without_a_model(tmp_path, dialect):
     says_base = dialect.split()[0] in ("SpecForge", "NVIDIA", "speculators")
     assert facts["RoPE"] == f"base {'500,000' if says_base else '10,000 (not said)'}, no scaling"
     trimmed = "EAGLE-3" in dialect
+    is_normed = head.config.eagle3 is not None and head.config.eagle3.norm_before_residual
+    assert ("residual stream begins normed" in facts.get("norms", "")) == is_normed
     assert facts["draft vocabulary"] == ("30 of 60" if trimmed else "60 of 60")
     assert facts["LM head"] == ("its own" if trimmed else "the target's")
     assert facts["embedding"] == "the target's"

@@ -20,6 +20,7 @@ from fasteagle.generate import Engine
 from fasteagle.options import ServeOptions
 from fasteagle.server import app, run
 from fasteagle.server.job import Job, TimedOutError, groups
+from fasteagle.server.queue import QueueFullError
 
 
 @pytest.fixture(scope="module", params=[1, 4], ids="parallel={}".format)
@@ -46,6 +47,22 @@ def test_many_clients_get_their_own_answers(live):
     until(lambda: live.server.queue.n_running == 0)
     expected = [live.llm.chat(f"client {i}", max_new_tokens=6).text for i in range(24)]
     assert found == expected and len(set(found)) > 12
+
+
+def test_requests_that_are_planned_have_places(live):
+    queue = live.server.queue
+
+    async def fill():
+        jobs = [Job() for _ in range(queue._most)]
+        for job in jobs:
+            queue.admit(job)
+        with pytest.raises(QueueFullError):
+            queue.admit(Job())
+        for job in jobs:
+            queue.release(job)
+
+    asyncio.run(fill())
+    assert queue.n_waiting == 0 and httpx.post(live.url + CHAT, json=SHORT).status_code == 200
 
 
 @pytest.mark.parametrize("n_read", [0, 5])
