@@ -125,6 +125,7 @@ class LLM:
 
     def use(self, drafter: Drafter | None) -> None:
         """Draft by `drafter` in the next answers; None: decode plainly."""
+        self._check_open()
         if self.preparation is None:
             self.engine.use(drafter)
         else:

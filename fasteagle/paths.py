@@ -35,23 +35,25 @@ def cache_dir() -> Path:
 
 def ensure_cache(notify: Callable[[str], None]) -> None:
     """Make `cache_dir` writable; if it is not, use a temporary one that links to its files."""
-    cache = cache_dir()
+    cache = place = cache_dir()
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        for folder in (cache, *(entry for entry in cache.iterdir() if entry.is_dir())):
-            with tempfile.TemporaryFile(dir=folder):
+        # Models are fetched seldom, and may lie where nothing is written.
+        parts = [entry for entry in cache.iterdir() if entry.is_dir() and entry.name != "models"]
+        for place in (cache, *parts):
+            with tempfile.TemporaryFile(dir=place):
                 pass
         return
     except OSError as error:
         reason = error.strerror
-    home = Path(tempfile.mkdtemp(prefix="fasteagle-cache-"))
-    atexit.register(shutil.rmtree, home, ignore_errors=True)
+    other = Path(tempfile.mkdtemp(prefix="fasteagle-cache-"))
+    atexit.register(shutil.rmtree, other, ignore_errors=True)
     for entry in cache.glob("*/*"):
-        place = home / "fasteagle" / entry.parent.name
-        place.mkdir(parents=True, exist_ok=True)
-        (place / entry.name).symlink_to(entry)
-    os.environ["XDG_CACHE_HOME"] = str(home)
-    notify(f"warning: nothing is kept for the next start: cannot write {cache} ({reason})")
+        part = other / "fasteagle" / entry.parent.name
+        part.mkdir(parents=True, exist_ok=True)
+        (part / entry.name).symlink_to(entry)
+    os.environ["XDG_CACHE_HOME"] = str(other)
+    notify(f"warning: nothing is kept for the next start: cannot write {place} ({reason})")
 
 
 def compiled_dir() -> Path:
@@ -214,6 +216,17 @@ def _flush(folder: Path) -> None:
             os.close(handle)
 
 
+def _is_running(process: str) -> bool:
+    """Return whether the process of this number, as text, is there."""
+    try:
+        os.kill(int(process), 0)
+    except (ProcessLookupError, ValueError, OverflowError):
+        return False
+    except PermissionError:  # of another user
+        pass
+    return True
+
+
 @contextlib.contextmanager
 def replacing(target: Path) -> Iterator[Path]:
     """Yield a temporary path for a library to write; on success it replaces `target`.
@@ -221,7 +234,10 @@ def replacing(target: Path) -> Iterator[Path]:
     Libraries report a full disk in different ways: here any failure to write raises
     `FasteagleError`, and the old file stays.
     """
-    temporary = target.with_name(f".{target.name}-{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    for old in target.parent.glob(f".{glob.escape(target.name)}-*.tmp"):
+        if not _is_running(old.stem.rpartition(".")[2]):
+            old.unlink(missing_ok=True)
+    temporary = target.with_name(f".{target.name}-{secrets.token_hex(3)}.{os.getpid()}.tmp")
     try:
         yield temporary
         os.replace(temporary, target)

@@ -138,8 +138,6 @@ def compressed_tensors_geometry(
     Raises `FasteagleError` for inconsistent shapes.
     """
     misfit = _misfit(weight_packed=weight_packed, weight_scale=weight_scale, weight_shape=shape)
-    if len(shape) != 2 or len(weight_packed) != 2 or len(weight_scale) != 2:
-        raise misfit
     N, K = shape
     fitting = [bits for bits in (4, 8) if weight_packed == (N, -(-K * bits // 32))]
     if not fitting or weight_scale[0] != N or K % 2:
@@ -176,9 +174,10 @@ def _zero_points(point: Tensor | None, bits: int, n_rows: int, n_groups: int) ->
     if point is None:
         return torch.full((n_rows, n_groups), midpoint, dtype=torch.int16)
     if point.dtype == torch.int8 and point.shape == (n_rows, n_groups):
+        point = point.to(torch.int16)  # in which the limits of 8 bits are exact, too
         if not bool(((point >= -midpoint) & (point <= midpoint)).all()):
             raise FasteagleError(f"weight_zero_point is beyond {bits} bits: fetch the file again")
-        return point.to(torch.int16) + midpoint
+        return point + midpoint
     if point.dtype == torch.int32 and point.shape == (-(-n_rows * bits // 32), n_groups):
         return _fields(point.T, bits)[:, :n_rows].T.contiguous()
     raise FasteagleError(

@@ -182,3 +182,15 @@ def test_a_part_of_the_cache_that_cannot_be_written(tmp_path, monkeypatch):
     ensure_cache(said.append)
     assert "nothing is kept" in said[0] and cache_dir().parent != tmp_path
     assert (cache_dir() / "tokenizers" / "kept").read_text() == "x"
+
+
+def test_temporary_files_of_killed_runs_go(tmp_path):
+    target = tmp_path / "state.pt"
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    old, other = (tmp_path / f".state.pt-ab.{pid}.tmp" for pid in (dead.pid, os.getpid()))
+    for path in (old, other):
+        path.write_text("part")
+    with replacing(target) as temporary:
+        temporary.write_text("whole")
+    assert not old.exists() and other.exists() and target.read_text() == "whole"

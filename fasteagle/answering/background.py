@@ -46,7 +46,7 @@ class Preparation:
         self._warned: str | None = None  # why captures failed, as the user was told last
         self._news: list[str] = []  # for the user, once no line is being typed
         self._drafter = tunable(engine) if tune else None
-        self._left = False  # whether measuring ended because another drafter was in use
+        self._interrupted = False  # whether measuring ended because another drafter was in use
         self._threads: list[threading.Thread] = []
         self._start(self._prepare)
 
@@ -67,8 +67,8 @@ class Preparation:
         """Let the engine draft by `drafter`; what is measured meanwhile is measured later."""
         with self._running:
             self._engine.use(drafter)
-            again = self._left and drafter is self._drafter
-            self._left = self._left and not again
+            again = self._interrupted and drafter is self._drafter
+            self._interrupted = self._interrupted and not again
         if again:
             self._start(self._prepare)
 
@@ -77,6 +77,7 @@ class Preparation:
         """Hold the engine for a measurement of the drafter."""
         with self._running:
             if self._engine.drafter is not self._drafter:
+                self._interrupted = True
                 raise _OtherDrafterError
             yield
 
@@ -172,7 +173,7 @@ class Preparation:
         try:
             yield
         except _OtherDrafterError:
-            self._left = True
+            pass
         except Exception as error:
             reason = first_line(error, 200)
             self._news.append(f"warning: not {what}: {reason}")

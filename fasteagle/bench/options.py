@@ -72,7 +72,7 @@ class BenchOptions:
         "cumulative", "confidence: EAGLE-2's ablation without cumulative scores.", kind=TREE_VALUES
     )
     rerank: bool = option(
-        True, "EAGLE-2's ablation: nodes as drafted.", flag="--rerank/--no-rerank"
+        True, "--no-rerank is EAGLE-2's ablation: nodes as drafted.", flag="--rerank/--no-rerank"
     )
     simulate_tau: float | None = option(None, "Tokens per cycle of eagle rows on dummy weights.")
 

@@ -106,10 +106,9 @@ class Repl:
 
     def _print(self, pieces: Generator[Piece]) -> None:
         """Print an answer as it comes; Ctrl-C ends it and keeps the part that came."""
-        answer, came, stopped = AnswerScreen(self.plain), False, False
+        answer, before, stopped = AnswerScreen(self.plain), self.session.turns[-1:], False
         try:
             for piece in pieces:
-                came = True
                 answer.write(self.style.text_of(piece))
             answer.finish()
         except KeyboardInterrupt:
@@ -117,8 +116,10 @@ class Repl:
         finally:
             pieces.close()
         if stopped:
-            kept = "the part above stays in the conversation"
-            print(f"\n[stopped; {kept if came else 'nothing came yet'}]")
+            last = self.session.turns[-1:]
+            is_new = bool(last) and not (before and last[0] is before[0])
+            part = "the part above stays in the conversation"
+            print(f"\n[stopped; {part if is_new else 'nothing came yet'}]")
         if not self.quiet and self.session.stats.new_tokens:
             note(format_stats(self.session.stats))
 

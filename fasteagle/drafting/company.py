@@ -78,9 +78,8 @@ class Sharing:
         # A text that begins to copy would not be noticed in a rest from all drafting.
         self.rests = Pauses(longest=LONGEST_REST if policy.looks_up else LONGEST_PAUSE)
         self.blocks = PlainBlocks(n, distance, FIRST_DISTANCE if policy.is_gated else distance)
-        self.blocks.left = (
-            0 if policy.is_gated else BLOCK
-        )  # it comes first where sizes are compared
+        # Where sizes are compared, a block comes first.
+        self.blocks.left = 0 if policy.is_gated else BLOCK
         self.size: AnyShape | None = None  # in use; None before the first decision
         self.since = 0  # drafted passes since the last decision
 

@@ -65,8 +65,8 @@ class PlainBlocks:
 
     def __init__(self, n: int = 1, distance: int = FIRST_DISTANCE, until: int | None = None):
         self.n = n
-        self.distance = distance  # to the next block, in drafted passes
-        self.until = distance if until is None else until
+        self.distance = distance  # between blocks, in drafted passes
+        self.until = distance if until is None else until  # drafted passes to the next block
         self.left = 0  # passes left of a part of the block
         self.in_a_row = 0  # plain passes
         self._times: deque[float] = deque(maxlen=BLOCK)
@@ -108,7 +108,7 @@ class PlainBlocks:
         It ends early where drafting, whose tokens per ms are `speed`, is clearly faster.
         """
         self.left -= 1
-        if self.in_a_row >= FEWEST and OPTIMISM * speed > ADVANTAGE * self.speed:
+        if self.in_a_row >= FEWEST and OPTIMISM * speed > ADVANTAGE * self.speed > 0:
             self.left = 0
         elif not self.left and self._falls():
             self.left, self._before = BLOCK, self.ms

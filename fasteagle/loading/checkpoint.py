@@ -37,8 +37,6 @@ from fasteagle.loading.tensors import (
 from fasteagle.model import KEY_BLOCK, Block, MoE, Transformer
 from fasteagle.uninitialized import Uninitialized
 
-COMPARED = 2**16  # values of an LM head and an embedding, by which copies are known
-
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open a `.gguf` file or a Hugging Face folder.
@@ -76,10 +74,12 @@ def _has_own_head(checkpoint: Checkpoint) -> bool:
     names = checkpoint.names()
     if not checkpoint.config.tie_embeddings or not {name, embedding} <= names:
         return False
-    if checkpoint.bits(name) is not None or checkpoint.shape(name) != checkpoint.shape(embedding):
+    config = checkpoint.config
+    shapes = {checkpoint.shape(name), checkpoint.shape(embedding)}
+    if checkpoint.bits(name) is not None or shapes != {(config.vocab_size, config.dim)}:
         return False
-    first, other = (checkpoint.start(n, COMPARED).flatten()[:COMPARED] for n in (name, embedding))
-    return not torch.equal(first.float(), other.float())
+    head, other = (load_floats(checkpoint, each) for each in (name, embedding))
+    return not torch.equal(head, other.to(head.dtype))
 
 
 def _open_folder(path: Path, raw: dict[str, Any]) -> Checkpoint:

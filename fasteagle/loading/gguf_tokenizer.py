@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -48,7 +49,7 @@ def converted_gguf(path: Path) -> Path:
     folder = cache_dir() / "tokenizers" / _file_key(path)
     if _is_whole(folder):
         return folder
-    shutil.rmtree(folder, ignore_errors=True)
+    _remove(folder)
     # Beside other files transformers would read their tokenizer instead of the file's own.
     with tempfile.TemporaryDirectory() as alone:
         Path(alone, path.name).symlink_to(path.resolve())
@@ -56,7 +57,9 @@ def converted_gguf(path: Path) -> Path:
             backend = transformers_library().AutoTokenizer.from_pretrained(
                 alone, gguf_file=path.name, local_files_only=True, trust_remote_code=False
             )
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic in tokenizers is no `Exception`
             reason = reason_of(error)
             raise FasteagleError(f"{path}: its tokenizer cannot be converted ({reason})") from error
     set_pre_tokenizer(backend, path)
@@ -67,11 +70,23 @@ def converted_gguf(path: Path) -> Path:
     return folder
 
 
+def _remove(folder: Path) -> None:
+    """Remove a damaged folder, which another process may be replacing at the same time."""
+    with contextlib.suppress(OSError):
+        if folder.is_symlink():  # into a cache that cannot be written
+            folder.unlink()
+            return
+        damaged = Path(tempfile.mkdtemp(prefix=".damaged-", dir=folder.parent))
+        folder.replace(damaged)
+        shutil.rmtree(damaged)
+
+
 def _is_whole(folder: Path) -> bool:
     """Return whether a folder has all files of a converted tokenizer, each of its size."""
     try:
         sizes = json.loads((folder / SIZES).read_text())
-        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+        is_whole = all((folder / name).stat().st_size == size for name, size in sizes.items())
+        return is_whole and "tokenizer.json" in sizes
     except (OSError, ValueError, AttributeError):
         return False
 

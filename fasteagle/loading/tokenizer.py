@@ -165,8 +165,10 @@ class ChatTokenizer:
 
     @property
     def knows_thoughts(self) -> bool:
-        """Return whether the chat template knows thoughts; elsewhere their mark is only text."""
-        return self.has_thinking_switch or "</think>" in (self._template or "")
+        """Return whether template or vocabulary know thoughts; else their mark is only text."""
+        templates = f"{self._template}{self._with_tools}"
+        known = "enable_thinking" in templates or "</think>" in templates
+        return known or "<think>" in self._backend.get_added_vocab()
 
     def check_think(self, think: bool) -> None:
         """Raise `FasteagleError` where the chat template has no thinking switch."""
@@ -315,9 +317,7 @@ def load_tokenizer(path: Path, template: str | None = None) -> ChatTokenizer:
         raise FasteagleError(f"{folder / 'config.json'}: {error.__cause__ or error}") from error
     except (KeyboardInterrupt, SystemExit):
         raise
-    except (
-        BaseException
-    ) as error:  # of all kinds; a panic of the tokenizers library is no Exception
+    except BaseException as error:  # a panic in tokenizers is no `Exception`
         raise FasteagleError(f"{path}: no usable tokenizer ({reason_of(error)})") from error
     return ChatTokenizer(backend, _eos_ids(folder, backend), template)
 

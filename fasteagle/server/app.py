@@ -349,7 +349,8 @@ def _add_rest(app: FastAPI, server: Server) -> None:
         server.check_model(name)
         return _model(server)
 
-    @app.api_route("/health", methods=["GET", "HEAD"])
+    @app.head("/health", include_in_schema=False)
+    @app.get("/health")
     async def health() -> Json:
         """Report that the server is up, and the model that it serves."""
         return {"status": "ok", "model": server.name}

@@ -110,7 +110,7 @@ class Planner:
         return Plan(
             answers,
             form,
-            _form_field(body),
+            _form_field(body, form),
             text,
             opened_thought(text),
             may_think and self._llm.tokenizer.knows_thoughts,
@@ -123,7 +123,8 @@ class Planner:
         """Return the plan of a text completion."""
         prompt = self.prompt_ids(body.prompt)
         answers = self._answers(body, prompt, body.max_tokens, body.logprobs)
-        return Plan(answers, self._form(body, self._defaults.form), _form_field(body))
+        form = self._form(body, self._defaults.form)
+        return Plan(answers, form, _form_field(body, form))
 
     def compiled(self, plan: Plan) -> Plan:
         """Return the plan with its form compiled; takes seconds at most, in any thread."""
@@ -326,10 +327,16 @@ class Planner:
         return default
 
 
-def _form_field(body: Sampled) -> str | None:
-    """Return the field of a request that asks for a form of the answer."""
-    fields = ("guided_regex", "guided_json", "guided_grammar", "response_format", "tools")
-    return next((name for name in fields if getattr(body, name, None) is not None), None)
+def _form_field(body: Sampled, form: GrammarSpec | None) -> str | None:
+    """Return the field of a request that asks for the form of its answer, if it is one alone."""
+    for name in ("guided_regex", "guided_json", "guided_grammar"):
+        if getattr(body, name) is not None:
+            return name
+    if form is None or not isinstance(body, ChatRequest):
+        return None
+    if form.kind == "grammar":  # of tool calls, beside which there may be another form
+        return "tools" if body.response_format is None else None
+    return None if body.response_format is None else "response_format"
 
 
 # Fields of a message that not every chat template renders, and marks of those that do something

@@ -225,8 +225,12 @@ def test_too_long_a_question_leaves_the_conversation_as_it_was(typed):
 
 def test_an_answer_that_is_stopped_before_its_first_token(typed, capsys):
     def stopped(came):
-        yield from came
-        raise KeyboardInterrupt
+        try:
+            yield from came
+            raise KeyboardInterrupt
+        finally:
+            if came:
+                typed.chat.session.turns.append({"role": "assistant", "content": "a"})
 
     for came, said in (((), "nothing came yet"), ((Piece("a", False, False),), "stays in the")):
         typed.chat._print(stopped(came))

@@ -190,15 +190,23 @@ def test_a_tied_model_with_an_lm_head_of_its_own(folder, tiny_dir, same):
         embedding = load_file(tiny_dir / "model.safetensors")["model.embed_tokens.weight"]
         change_tensors(folder, lambda tensors: tensors.update({"lm_head.weight": embedding}))
     model = load(folder)
+    if not same:  # in its last row alone
+        embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+        other = embedding.clone()
+        other[-1] += 1
+        last = shutil.copytree(folder, folder.parent / "last")
+        change_tensors(last, lambda tensors: tensors.update({"lm_head.weight": other}))
+        assert not open_checkpoint(last).config.tie_embeddings
     assert open_checkpoint(folder).config.tie_embeddings == same
     assert torch.equal(model.lm_head.weight, model.embedding.weight if same else head.float())
 
 
-@pytest.mark.parametrize("old", [{}, {"rope_type": "linear", "factor": 4.0}])
-def test_of_two_rope_fields_the_older_counts(folder, old):
+@pytest.mark.parametrize(("old", "factor"), [({}, 2.0), ({"type": "linear", "factor": 4.0}, 4.0)])
+def test_of_two_rope_fields_the_older_counts(folder, old, factor):
     """As in transformers."""
-    edit_json(folder / "config.json", rope_parameters={"rope_type": "default"}, rope_scaling=old)
-    assert open_checkpoint(folder).config.rope_linear_factor == old.get("factor", 1.0)
+    new = {"rope_type": "linear", "factor": 2.0}
+    edit_json(folder / "config.json", rope_parameters=new, rope_scaling=old)
+    assert open_checkpoint(folder).config.rope_linear_factor == factor
 
 
 def test_torch_bin_with_compressed_parts(folder):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from fasteagle.errors import FasteagleError
 from fasteagle.quant.formats import from_awq, from_compressed_tensors, from_gptq, gptq_zero_offset
 from quantized_folders import awq_parts, compressed_parts, gptq_parts, make, word_rows
 
@@ -102,3 +103,13 @@ def test_gptq_zero_offset(stored, v2, sym, offset):
 def test_gptq_zero_offset_of_8_bits(stored, offset):
     qzeros = word_rows(np.full((2, 8), stored), 8)
     assert gptq_zero_offset(qzeros, bits=8, v2=False, sym=True) == offset
+
+
+def test_zero_points_of_8_bits_stored_plainly():
+    """The middle of the range is symmetric, and imported; any other is refused by its name."""
+    packed, scales = torch.zeros(4, 8, dtype=torch.int32), torch.ones(4, 1)
+    zeros = torch.zeros(4, 1, dtype=torch.int8)
+    weight, _ = from_compressed_tensors(packed, scales, (4, 32), zeros)
+    assert weight.bits == 8 and weight.dequantize().unique().tolist() == [-128]
+    with pytest.raises(FasteagleError, match="asymmetric 8-bit compressed-tensors"):
+        from_compressed_tensors(packed, scales, (4, 32), zeros + 1)

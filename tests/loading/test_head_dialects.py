@@ -83,7 +83,7 @@ def test_frequent_list_is_a_draft_vocabulary(target, tmp_path):
     for _ in range(40):
         shared = [shared, shared]
     few = torch.zeros(1, dtype=torch.int64).expand(2**40)  # a few bytes in the file
-    for wrong in (["a", "b"], {"a": 1}, [True, False], torch.rand(4), few, shared):
+    for wrong in (["a", "b"], {"a": 1}, [True, False], torch.rand(4), few, shared, [2**70]):
         torch.save(wrong, tmp_path / "freq_4.pt")
         with pytest.raises(FasteagleError, match="freq_4.pt: not a list of token ids"):
             load_head(tmp_path, CONFIG)

@@ -169,8 +169,9 @@ def test_a_damaged_calibrated_head_is_no_reason_not_to_answer(checkpoint, model)
     said, engine = [], Engine(model, 512)
     drafter = Drafting(DraftOptions()).drafter("x", engine, checkpoint, said.append)
     assert isinstance(drafter, NgramDrafter) and str(folder) in said[0]
-    with pytest.raises(FasteagleError):
-        Drafting(DraftOptions("eagle")).drafter("x", engine, checkpoint, said.append)
+    for options in (DraftOptions("eagle"), DraftOptions(tap_layers=(1, 2))):
+        with pytest.raises(FasteagleError):
+            Drafting(options).drafter("x", engine, checkpoint, said.append)
 
 
 def test_tree_files(tmp_path, model, checkpoint, head_dir):

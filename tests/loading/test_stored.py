@@ -33,7 +33,7 @@ from fasteagle.quant.linear import Int4Linear, Int8Linear, QuantizedLMHead
 from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import Scheme, parse_scheme
 from fasteagle.shapes import TreeShape
-from helpers import change_tensors, edit_json, random_head, save_tiny
+from helpers import change_tensors, edit_json, make_hf_model, random_head, save_tiny
 
 PROMPT = [5, 9, 200, 17, 33, 8, 120, 64]
 
@@ -387,3 +387,18 @@ def test_rope_factors_are_as_many_as_the_frequencies(folder, tmp_path):
     edit_json(tmp_path / "config.json", model=model | {"rope_freq_factors": [1.0, 2.0]})
     with pytest.raises(FasteagleError, match="rope_freq_factors is .* must be 8 numbers, half of"):
         StoredFolder(tmp_path)
+
+
+def test_weights_of_experts_in_older_folders(folder, tmp_path):
+    """They named a softmax over the chosen ones otherwise."""
+    granite = shutil.copytree(folder, tmp_path / "granite")  # for its tokenizer
+    make_hf_model("granitemoe").save_pretrained(granite)
+    assert cli("quantize", tmp_path / "granite", "--int8", "-o", tmp_path / "out").exit_code == 0
+    assert open_checkpoint(tmp_path / "out").config.moe.renormalize
+    raw = json.loads((tmp_path / "out" / CONFIG).read_text())["model"]
+    moe = raw["moe"] | {"score": "topk_softmax", "renormalize": False}
+    edit_json(tmp_path / "out" / CONFIG, model=raw | {"moe": moe})
+    assert open_checkpoint(tmp_path / "out").config.moe.renormalize
+    edit_json(tmp_path / "out" / CONFIG, model=raw | {"moe": moe | {"score": "sigmoid"}})
+    with pytest.raises(FasteagleError, match="must be softmax or topk_softmax"):
+        open_checkpoint(tmp_path / "out")

@@ -247,6 +247,8 @@ def test_a_damaged_kept_tokenizer_is_made_again(tmp_path, name, damage):
     write_gguf_tokenizer(path, "smollm")
     before = load_tokenizer(path).render(USER)
     damage(converted_gguf(path) / name)
+    if name == "sizes.json":
+        (converted_gguf(path) / name).write_text("{}")
     assert load_tokenizer(path).render(USER) == before == "<|im_start|>Hi"
 
 
@@ -418,3 +420,19 @@ def test_many_special_tokens_in_a_message_take_time_linear_in_them(marked_backen
     begin = time.process_time()
     assert len(tokenizer.encode(text)) > 300_000
     assert time.process_time() - begin < 4
+
+
+@pytest.mark.parametrize(
+    ("template", "token", "knows"),
+    [
+        ("{{ messages }}", None, False),
+        ("{{ messages }}</think>", None, True),
+        (THINKING_TEMPLATE, None, True),
+        ("{{ messages }}", "<think>", True),
+    ],
+)
+def test_whether_a_model_knows_thoughts(tiny_dir, template, token, knows):
+    tokenizer = load_tokenizer(tiny_dir, template)
+    if token:
+        tokenizer._backend.add_tokens([token])
+    assert tokenizer.knows_thoughts == knows

@@ -326,6 +326,7 @@ def test_the_api_key(loaded):
         for given in (None, "Bearer wrong", "Bearer s3cre", "s3cret", "Bearer s3cretx"):
             reply = httpx.get(url, headers={"authorization": given} if given else {})
             assert reply.status_code == 401
+            assert reply.json()["error"]["code"] == "invalid_api_key"
         assert httpx.get(url, headers={"authorization": "Bearer s3cret"}).status_code == 200
         assert httpx.get(f"{keyed.url}/metrics").status_code == 401
         assert httpx.get(f"{keyed.url}/health").status_code == 200

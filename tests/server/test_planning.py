@@ -331,3 +331,13 @@ def test_texts_that_are_read_at_the_same_time_are_read_right(live):
 
     with concurrent.futures.ThreadPoolExecutor(24) as pool:
         assert list(pool.map(n_tokens, texts)) == [len(text.encode()) for text in texts]
+
+
+def test_an_answer_may_begin_with_a_thought_where_the_model_knows_them(live, monkeypatch):
+    planner, tokenizer = live.server.planner, live.llm.tokenizer
+    question = [{"role": "user", "content": "hello"}]
+    assert not planner.chat(ChatRequest(messages=question)).may_think
+    monkeypatch.setattr(tokenizer, "_template", f"{tokenizer._template}{{# </think> #}}")
+    assert planner.chat(ChatRequest(messages=question)).may_think
+    formed = ChatRequest(messages=question, response_format={"type": "json_object"})
+    assert not planner.chat(formed).may_think

@@ -128,7 +128,7 @@ def _norms(source: HeadSource) -> str:
 
 def _rope(source: HeadSource, block: ModelConfig) -> str:
     raw = source.raw
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     is_stated = raw.get("rope_theta") or rope.get("rope_theta")
     scaling = "a factor by frequency" if raw.get("rope_freq_factors") else "no scaling"
     if block.rope_scaling is not None:

@@ -278,6 +278,10 @@ def _flat_config(where: str, raw: Raw) -> Raw:
     return flat
 
 
+INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+INTEGERS |= {torch.uint16, torch.uint32, torch.uint64}
+
+
 def _read_state(folder: Path) -> tuple[State, Header | None]:
     """Read the tensors of a folder, with the list `freq_*.pt` of FR-Spec as their map."""
     safe, pickled, header = folder / "model.safetensors", folder / "pytorch_model.bin", None
@@ -299,12 +303,15 @@ def _read_state(folder: Path) -> tuple[State, Header | None]:
 def _token_ids(path: Path) -> Tensor:
     """Read a list of token ids, in ascending order. Raises `FasteagleError` for other files."""
     value = unpickled(path)
-    if isinstance(value, list) and all(type(i) is int for i in value):
-        value = torch.tensor(value)
-    if not isinstance(value, Tensor) or not is_plain(value) or value.is_floating_point():
-        raise FasteagleError(f"{path}: not a list of token ids: fetch it again")
-    ids: Tensor = value.long().flatten().sort().values
-    return ids
+    try:
+        if isinstance(value, list) and all(type(i) is int for i in value):
+            value = torch.tensor(value)
+        if not isinstance(value, Tensor) or not is_plain(value) or value.dtype not in INTEGERS:
+            raise TypeError("no integers")
+        ids: Tensor = value.long().flatten().sort().values
+        return ids
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise FasteagleError(f"{path}: not a list of token ids: fetch it again") from error
 
 
 def read_header(folder: Path) -> Header | None:

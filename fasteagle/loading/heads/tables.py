@@ -203,7 +203,7 @@ def refuse_others(name: str, raw: Raw, tensors: Iterable[str] = ()) -> None:
     """
     keys = [key for key in _REFUSED_KEYS if raw.get(key) not in (None, False)]
     words = " ".join([_kinds(raw), *tensors, *keys])
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     rope_kind = rope.get("rope_type") or rope.get("type")
     traits = {what: any(mark in words for mark in marks) for what, marks in _REFUSED.items()} | {
         "RoPE scaling that is neither linear nor llama3": rope_kind not in _ROPE_KINDS,
