@@ -7,9 +7,9 @@ from pathlib import Path
 
 from fasteagle.bench.row_spec import ROW_NAMES, RowSpec, parse_rows
 from fasteagle.errors import FasteagleError
-from fasteagle.option_fields import check, option, require
+from fasteagle.option_fields import check, option
 from fasteagle.options import DEFAULT_MODEL, DraftOptions, SamplingParams
-from fasteagle.quant.scheme import check_precision, is_scheme_name
+from fasteagle.quant.scheme import check_precision
 
 TREE_VALUES = ("cumulative", "confidence")  # what ranks a node
 DEFAULT_ROWS = ("hf", "plain", "eagle")
@@ -86,9 +86,7 @@ class BenchOptions:
             if not values:
                 raise FasteagleError(f"{name} '' names none: give one, or several as A,B")
         for precision in self.precisions:
-            if not is_scheme_name(precision.removesuffix("-torchao")):
-                known = ", ".join(PRECISIONS)
-                require(precision in PRECISIONS, f"unknown precision {precision!r}: use {known}")
+            check_precision(precision)
         self.params  # noqa: B018 - checks them
         if self.medusa is None and RowSpec("medusa") in self.specs:
             raise FasteagleError(

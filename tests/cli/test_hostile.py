@@ -70,7 +70,7 @@ REFUSED = [
     (BENCH, "--batch 1 --load-format dummy --model llama2-7b", "--load-format has no meaning"),
     (BENCH, "--batch 1 --plot DIR/x.svg", "--plot has no meaning with --batch"),
     (BENCH, "--rows plain,medusa", "add --medusa FILE"),
-    (BENCH, "--precision int3", "unknown precision 'int3'"),
+    (BENCH, "--precision int3", "quantization 'int3': 3 bits have no kernel"),
     (BENCH, "--int4 --precision bf16", "name all of them in --precision"),
     (BENCH, "--max-new-tokens 1", "max-new-tokens 1"),
     (BENCH, "--simulate-tau 3 --model llama2-7b", "add --load-format dummy"),
