@@ -18,6 +18,7 @@ MOST_REAL = 1e30  # largest number: fits into fp32
 MOST_WIDTH = 2**20  # largest model dimension: far above any model, far below all memory
 MOST_LAYERS = 1000  # limited, since the tensors of each layer are listed in memory
 MOST_EXPERTS = 1024  # of a block; likewise
+MOST_IN_ALL = 2**17  # experts of a model, each of which has three names
 LONGEST_SHOWN = 60  # most characters of a value in an error
 MOST_JSON = 2**26  # bytes of a file: those of the largest models have a tenth of that
 MOST_NESTED = 100  # most levels of JSON from clients, whose readers may recurse
@@ -56,6 +57,11 @@ def check_nesting(value: Any) -> None:
         if not level:
             return
     raise ValueError(f"nested deeper than {MOST_NESTED} levels")
+
+
+def most_experts(n_layer: int) -> int:
+    """Return the largest number of experts of a block in a model of so many blocks."""
+    return min(MOST_EXPERTS, MOST_IN_ALL // n_layer)
 
 
 class Fields:

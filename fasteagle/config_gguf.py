@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fasteagle.config import ModelConfig, MoEConfig, Multipliers, dense_width
-from fasteagle.config_fields import MOST_EXPERTS, MOST_LAYERS, MOST_WIDTH, Fields
+from fasteagle.config_fields import MOST_LAYERS, MOST_WIDTH, Fields, most_experts
 from fasteagle.config_hf import read_shape
 from fasteagle.errors import FasteagleError
 
@@ -135,7 +135,7 @@ def _experts(fields: Fields, kind: str, n_layer: int) -> dict[str, Any]:
     """Return the fields of a mixture of experts; what files leave out is llama.cpp's constant."""
     count, used = f"{kind}.expert_count", f"{kind}.expert_used_count"
     fields.require(count, used)
-    n_expert = fields.integer(count, most=MOST_EXPERTS)
+    n_expert = fields.integer(count, most=most_experts(n_layer))
     function = f"{kind}.expert_gating_func"
     if fields.integer(function, _SOFTMAX, least=0) != _SOFTMAX:
         raise fields.error(function, f"{_SOFTMAX} (softmax), others are not supported")

@@ -18,7 +18,7 @@ from fasteagle.config import (
     Multipliers,
     dense_width,
 )
-from fasteagle.config_fields import MOST_EXPERTS, MOST_LAYERS, MOST_WIDTH, Fields
+from fasteagle.config_fields import MOST_EXPERTS, MOST_LAYERS, MOST_WIDTH, Fields, most_experts
 from fasteagle.errors import FasteagleError
 
 MIMO = "MiMoForCausalLM"  # Qwen2 with a layer for multi-token prediction
@@ -187,7 +187,7 @@ def _hf_experts(fields: Fields, architecture: str, n_layer: int) -> dict[str, An
     count = "num_local_experts" if "num_local_experts" in fields else "num_experts"
     width = _EXPERT_WIDTHS[architecture]
     fields.require(count, "num_experts_per_tok", width)
-    n_expert = fields.integer(count, most=MOST_EXPERTS)
+    n_expert = fields.integer(count, most=most_experts(n_layer))
     is_granite = architecture.startswith("Granite")
     is_mixtral = architecture == "MixtralForCausalLM"
     shared, gate = 0, architecture == "Qwen2MoeForCausalLM"
@@ -216,7 +216,8 @@ def _hf_experts(fields: Fields, architecture: str, n_layer: int) -> dict[str, An
 def _ernie_experts(fields: Fields, n_layer: int) -> dict[str, Any]:
     """Return the fields of Ernie-4.5's experts, which some of its blocks have."""
     fields.require("moe_num_experts", "moe_k", "moe_intermediate_size")
-    n_expert, width = fields.integer("moe_num_experts", most=MOST_EXPERTS), "moe_intermediate_size"
+    n_expert = fields.integer("moe_num_experts", most=most_experts(n_layer))
+    width = "moe_intermediate_size"
     n_shared = fields.integer("moe_num_shared_experts", 2, least=0, most=MOST_EXPERTS)
     ffn_dim = fields.width(width)
     if n_shared * ffn_dim > MOST_WIDTH:

@@ -102,6 +102,10 @@ def test_blocks_without_experts_are_those_the_config_names():
         (MIXTRAL | {"num_experts_per_tok": 9}, "num_experts_per_tok is 9: .* from 1 to 8"),
         (MIXTRAL | {"num_local_experts": 0}, "num_local_experts is 0"),
         (MIXTRAL | {"num_local_experts": 10**9}, "num_local_experts is 1000000000"),
+        (
+            MIXTRAL | {"num_local_experts": 1024, "num_hidden_layers": 1000},
+            "num_local_experts is 1024: must be an integer from 1 to 131",
+        ),
         (QWEN | {"moe_intermediate_size": -1}, "moe_intermediate_size is -1"),
         (QWEN | {"norm_topk_prob": "yes"}, 'norm_topk_prob is "yes"'),
         (QWEN | {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
