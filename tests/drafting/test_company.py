@@ -135,6 +135,19 @@ def test_drafting_comes_back_within_a_few_passes_after_a_rest():
     assert sorted(gains)[1] > 1.2
 
 
+def test_a_head_that_has_paused_is_judged_by_what_it_brings_then():
+    """What its chains brought before the pause counts little after it."""
+    gains = []
+    for seed in range(6):
+        company = Company()
+        company.follow(policy_of(SLOW))
+        Machine(SLOW, 0.02, seed).run_together(company, 4, 4000)
+        for pause in (company._now.pauses, company._now.rests):
+            pause.left = min(pause.left, 1)
+        gains.append(Machine(SLOW, 0.95, seed).run_together(company, 4, 600))
+    assert sum(gains) / len(gains) > 1.08  # else 1.0
+
+
 @pytest.mark.parametrize(
     ("true", "p", "before", "n", "least"),
     [(CARD, 0.3, 2, 8, 0.93), (SLOW, 0.9, 2, 8, 0.97), (SLOW, 0.7, 8, 2, 1.1)],
