@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from os import PathLike
 from pathlib import Path
-from typing import Literal, NamedTuple, Unpack, overload
+from typing import Literal, Unpack, overload
 
 from fasteagle.answering.answer import Answer, AnswerRequest, Chunk
 from fasteagle.answering.background import Preparation
@@ -21,7 +21,7 @@ from fasteagle.answering.keywords import (
     listed,
     read_keywords,
 )
-from fasteagle.answering.known_texts import KnownTexts
+from fasteagle.answering.known_texts import KnownTexts, Prompt
 from fasteagle.answering.prefix_cache import PrefixCache
 from fasteagle.answering.several import Answers
 from fasteagle.answering.stream import without_open_thought
@@ -47,13 +47,6 @@ from fasteagle.options import (
     ServeOptions,
 )
 from fasteagle.quant.scheme import check_precision
-
-
-class Prompt(NamedTuple):
-    """Conversation as the model reads it: rendered by its chat template, and its token ids."""
-
-    text: str
-    ids: list[int]
 
 
 class LLM:
@@ -126,10 +119,7 @@ class LLM:
     def use(self, drafter: Drafter | None) -> None:
         """Draft by `drafter` in the next answers; None: decode plainly."""
         self._check_open()
-        if self.preparation is None:
-            self.engine.use(drafter)
-        else:
-            self.preparation.use(drafter)
+        (self.preparation or self.engine).use(drafter)
 
     @property
     def is_preparing(self) -> bool:

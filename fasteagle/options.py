@@ -242,10 +242,7 @@ class DraftOptions:
         None, "Nodes expanded a level (SGLang: eagle-topk).", least=1, most=1024
     )
     tree_nodes: int | None = option(
-        None,
-        "Nodes verified a pass (SGLang: num-draft-tokens less the root).",
-        least=1,
-        most=MOST_NODES,
+        None, "Nodes verified a pass (SGLang: num-draft-tokens less one).", least=1, most=MOST_NODES
     )
     draft_model: str | None = option(
         None, "A smaller model with the same tokenizer, which then drafts (--drafter model)."
@@ -391,10 +388,8 @@ class ServeOptions:
         require(self.host != "", "host '' is empty: give an address, as 127.0.0.1")
         check_host_names("allow-host", self.allow_host)
         for origin in self.allow_origin:
-            plain = isinstance(origin, str) and re.fullmatch("https?://[^/]+", origin)
-            require(
-                bool(plain), f"allow-origin {origin!r}: use scheme and host, as https://example.org"
-            )
+            plain = bool(re.fullmatch("https?://[^/]+", str(origin)))
+            require(plain, f"allow-origin {origin!r}: use scheme and host, as https://example.org")
 
 
 EXPORT_FORMATS = ("eagle", "specforge", "speculators", "gguf")

@@ -7,10 +7,18 @@ cache only by its own tokens, so a text that continues a known one keeps these t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from fasteagle.loading.tokenizer import ChatTokenizer
 
 KNOWN_TEXTS = 16
+
+
+class Prompt(NamedTuple):
+    """Conversation as the model reads it: rendered by its chat template, and its token ids."""
+
+    text: str
+    ids: list[int]
 
 
 class KnownTexts:

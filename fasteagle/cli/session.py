@@ -12,10 +12,11 @@ import dataclasses
 from collections.abc import Callable, Generator
 from typing import NamedTuple
 
+from fasteagle.answering.known_texts import Prompt
 from fasteagle.answering.stream import ThoughtSplitter, opened_thought
 from fasteagle.decoding.stats import Stats
 from fasteagle.errors import FasteagleError
-from fasteagle.llm import LLM, Prompt
+from fasteagle.llm import LLM
 from fasteagle.loading.tokenizer import Message
 from fasteagle.options import AnswerOptions, GrammarSpec, SamplingParams
 
