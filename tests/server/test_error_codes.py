@@ -1,0 +1,50 @@
+"""Errors that agents' libraries and health checks must be able to tell apart."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+HELLO = [{"role": "user", "content": "hello"}]
+LONG = [{"role": "user", "content": "x" * 3000}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "code"),
+    [
+        ("/v1/chat/completions", {"messages": LONG}, "messages", "context_length_exceeded"),
+        ("/v1/completions", {"prompt": "x" * 3000}, "prompt", "context_length_exceeded"),
+        ("/v1/completions", {"prompt": "x" * 10**6}, "prompt", "context_length_exceeded"),
+        ("/v1/completions", {"prompt": ""}, "prompt", None),
+        ("/v1/completions", {"prompt": "a", "model": "gpt-5"}, None, "model_not_found"),
+        ("/v1/chat/completions", {"guided_regex": "("}, "guided_regex", None),
+        ("/v1/chat/completions", {"guided_grammar": "start: ("}, "guided_grammar", None),
+        ("/v1/chat/completions", {"guided_json": {"type": "objekt"}}, "guided_json", None),
+        ("/v1/chat/completions", {"stop": [""]}, "stop", None),
+        (
+            "/v1/chat/completions",
+            {"chat_template_kwargs": {"enable_thinking": True}},
+            "chat_template_kwargs",
+            None,
+        ),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_agents_can_tell_what_is_wrong(live, path, body, param, code):
+    if "guided" in str(body):
+        pytest.importorskip("llguidance")
+    reply = httpx.post(live.url + path, json={"messages": HELLO} | body if "chat" in path else body)
+    assert reply.status_code in (400, 404), reply.text
+    error = reply.json()["error"]
+    assert (error["param"], error["code"]) == (param, code), error
+
+
+def test_a_body_that_is_not_said_to_be_json(live):
+    url = live.url + "/v1/chat/completions"
+    plain = httpx.post(url, content=b'{"messages": []}', headers={"content-type": "text/plain"})
+    for reply, part in ((plain, "Content-Type: application/json"), (httpx.post(url), "is empty")):
+        assert reply.status_code == 400 and part in reply.json()["error"]["message"]
+
+
+def test_health_checks_may_ask_for_headers_alone(live):
+    assert [httpx.head(live.url + path).status_code for path in ("/", "/health")] == [200, 200]
