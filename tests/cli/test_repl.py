@@ -84,7 +84,9 @@ def test_commands(typed):
     text = typed("/retyr")
     assert "no command '/retyr'; did you mean '/retry'" in text and "prefill" not in text
     assert "prefill" in typed("hello") and "prefill" in typed("/regen")
-    assert typed("/metrics").count("tau") == 1
+    typed.chat.session.stats.path_lengths = [1, 2, 0, 1]
+    numbers = typed("/metrics")
+    assert numbers.count("tau") == 1 and "accepted to depth 1: 75 % 2: 25 %" in numbers
     assert "conversation forgotten" in typed("/reset")
     assert "nothing to retry" in typed("/retry")
     assert "model's own default" in typed("/system")
