@@ -8,7 +8,6 @@ import fcntl
 import glob
 import json
 import os
-import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -122,8 +121,7 @@ def require_writable(target: Path) -> None:
 
 def require_place(target: Path) -> None:
     """Raise `FasteagleError` unless `target` is an empty folder or a name that can be written."""
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise FasteagleError(f"{target} is there already and not empty: choose another place")
+    _require_empty(target)
     if not target.exists():
         require_writable(target)
 
@@ -166,7 +164,7 @@ def _is_filled(target: Path) -> bool:
     return target.is_dir() and any(target.iterdir())
 
 
-def _require_empty(target: Path, temporary: Path) -> None:
+def _require_empty(target: Path, temporary: Path | None = None) -> None:
     """Raise `FasteagleError` for anything at `target` but an empty folder, `temporary` aside."""
     if not target.exists():
         return
@@ -195,6 +193,15 @@ def _temporary(place: Path, name: str) -> Iterator[Path]:
         yield temporary
 
 
+def remove_damaged(folder: Path) -> None:
+    """Remove a folder of the cache, which another process may make again at the same time."""
+    if folder.is_symlink():  # into a cache that cannot be written
+        folder.unlink()
+        return
+    with contextlib.suppress(OSError), _temporary(folder.parent, folder.name) as place:
+        folder.replace(place / folder.name)
+
+
 @contextlib.contextmanager
 def _locked(folder: Path, kind: int) -> Iterator[None]:
     """Lock a folder as `fcntl.flock` does; may raise `OSError`."""
@@ -216,17 +223,6 @@ def _flush(folder: Path) -> None:
             os.close(handle)
 
 
-def _is_running(process: str) -> bool:
-    """Return whether the process of this number, as text, is there."""
-    try:
-        os.kill(int(process), 0)
-    except (ProcessLookupError, ValueError, OverflowError):
-        return False
-    except PermissionError:  # of another user
-        pass
-    return True
-
-
 @contextlib.contextmanager
 def replacing(target: Path) -> Iterator[Path]:
     """Yield a temporary path for a library to write; on success it replaces `target`.
@@ -234,21 +230,15 @@ def replacing(target: Path) -> Iterator[Path]:
     Libraries report a full disk in different ways: here any failure to write raises
     `FasteagleError`, and the old file stays.
     """
-    for old in target.parent.glob(f".{glob.escape(target.name)}-*.tmp"):
-        if not _is_running(old.stem.rpartition(".")[2]):
-            old.unlink(missing_ok=True)
-    temporary = target.with_name(f".{target.name}-{secrets.token_hex(3)}.{os.getpid()}.tmp")
     try:
-        yield temporary
-        os.replace(temporary, target)
+        with _temporary(target.parent, target.name) as folder:
+            yield folder / target.name
+            os.replace(folder / target.name, target)
     except Exception as error:
         reason = first_line(error, 160)
         raise FasteagleError(
             f"cannot write {target} ({reason}): free some space; what was there is kept"
         ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
 
 
 def write_atomic(target: Path, data: bytes) -> None:

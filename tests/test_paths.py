@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -186,11 +187,13 @@ def test_a_part_of_the_cache_that_cannot_be_written(tmp_path, monkeypatch):
 
 def test_temporary_files_of_killed_runs_go(tmp_path):
     target = tmp_path / "state.pt"
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    old, other = (tmp_path / f".state.pt-ab.{pid}.tmp" for pid in (dead.pid, os.getpid()))
-    for path in (old, other):
-        path.write_text("part")
+    old, other = (tmp_path / f".state.pt-{name}.partial" for name in ("ab", "cd"))
+    for place in (old, other):
+        place.mkdir()
+        (place / "state.pt").write_text("part")
+    handle = os.open(other, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_SH)  # its process runs
     with replacing(target) as temporary:
         temporary.write_text("whole")
+    os.close(handle)
     assert not old.exists() and other.exists() and target.read_text() == "whole"

@@ -23,7 +23,7 @@ ESCAPE = "\x1b["
 
 def rendered(text: str) -> Markdown:
     """Return Markdown for a terminal, in which tags of HTML are text; rich would drop them."""
-    markdown = Markdown(text, hyperlinks=False)
+    markdown = Markdown("", hyperlinks=False)
     parser = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
     markdown.parsed = parser.parse(text)
     return markdown

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from fasteagle.errors import FasteagleError, first_line
 from fasteagle.loading.gguf_index import read_index
-from fasteagle.paths import atomic_dir, cache_dir
+from fasteagle.paths import atomic_dir, cache_dir, remove_damaged
 
 CONVERSION = 3  # version of converted GGUF tokenizers: a new number converts them again
 SIZES = "sizes.json"  # of the files of a converted tokenizer
@@ -37,7 +37,18 @@ def transformers_library() -> Any:
     return transformers
 
 
-def reason_of(error: BaseException) -> str:
+@contextlib.contextmanager
+def in_one_line(problem: str) -> Iterator[None]:
+    """Raise `FasteagleError` with `problem` and the reason for what transformers raises inside."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, FasteagleError):
+        raise
+    except BaseException as error:  # a panic in tokenizers is no `Exception`
+        raise FasteagleError(f"{problem} ({_reason(error)})") from error
+
+
+def _reason(error: BaseException) -> str:
     """Return why transformers cannot load a tokenizer, for example code that we never run."""
     if "custom code" in str(error):
         return "its files want Python code of their own to be run (auto_map), which is never done"
@@ -49,36 +60,21 @@ def converted_gguf(path: Path) -> Path:
     folder = cache_dir() / "tokenizers" / _file_key(path)
     if _is_whole(folder):
         return folder
-    _remove(folder)
+    if folder.exists():
+        remove_damaged(folder)
     # Beside other files transformers would read their tokenizer instead of the file's own.
     with tempfile.TemporaryDirectory() as alone:
         Path(alone, path.name).symlink_to(path.resolve())
-        try:
+        with in_one_line(f"{path}: its tokenizer cannot be converted"):
             backend = transformers_library().AutoTokenizer.from_pretrained(
                 alone, gguf_file=path.name, local_files_only=True, trust_remote_code=False
             )
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # a panic in tokenizers is no `Exception`
-            reason = reason_of(error)
-            raise FasteagleError(f"{path}: its tokenizer cannot be converted ({reason})") from error
     set_pre_tokenizer(backend, path)
     with atomic_dir(folder, shared=True) as temporary:
         backend.save_pretrained(temporary)
         sizes = {file.name: file.stat().st_size for file in temporary.iterdir()}
         (temporary / SIZES).write_text(json.dumps(sizes) + "\n")
     return folder
-
-
-def _remove(folder: Path) -> None:
-    """Remove a damaged folder, which another process may be replacing at the same time."""
-    with contextlib.suppress(OSError):
-        if folder.is_symlink():  # into a cache that cannot be written
-            folder.unlink()
-            return
-        damaged = Path(tempfile.mkdtemp(prefix=".damaged-", dir=folder.parent))
-        folder.replace(damaged)
-        shutil.rmtree(damaged)
 
 
 def _is_whole(folder: Path) -> bool:

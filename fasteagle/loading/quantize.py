@@ -30,7 +30,7 @@ from fasteagle.loading.tensors import (
     load_floats,
     weight_bytes,
 )
-from fasteagle.paths import atomic_dir, cache_dir, require_free_space
+from fasteagle.paths import atomic_dir, cache_dir, remove_damaged, require_free_space
 from fasteagle.quant.packed import PackedWeight
 from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import Scheme, parse_scheme
@@ -93,9 +93,7 @@ def _kept(folder: Path, notify: Callable[[str], None]) -> StoredFolder | None:
         return StoredFolder(folder)
     except FasteagleError as error:
         notify(f"weights in the user cache are damaged and are made again ({error})")
-    if folder.is_symlink():  # into a cache that cannot be written
-        folder.unlink()
-    shutil.rmtree(folder, ignore_errors=True)
+    remove_damaged(folder)
     return None
 
 

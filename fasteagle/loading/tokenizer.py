@@ -13,7 +13,7 @@ from typing import Any
 
 from fasteagle.config_fields import Fields
 from fasteagle.errors import FasteagleError
-from fasteagle.loading.gguf_tokenizer import converted_gguf, reason_of, transformers_library
+from fasteagle.loading.gguf_tokenizer import converted_gguf, in_one_line, transformers_library
 from fasteagle.loading.tensors import read_json
 
 Message = Mapping[str, Any]  # {"role": "system" | "user" | "assistant", "content": text}
@@ -307,18 +307,16 @@ def load_tokenizer(path: Path, template: str | None = None) -> ChatTokenizer:
 
     is_gguf = path.is_file()
     folder = converted_gguf(path) if is_gguf else path
-    try:
+    with in_one_line(f"{path}: no usable tokenizer"):
         transformers = transformers_library()
         # What was converted is always of one class; to look for it takes over a second.
         kind = transformers.PreTrainedTokenizerFast if is_gguf else transformers.AutoTokenizer
-        backend = kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        backend.encode("a")  # some fields of wrong types are found only here
-    except StrictDataclassError as error:  # of a field that only transformers reads
-        raise FasteagleError(f"{folder / 'config.json'}: {error.__cause__ or error}") from error
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # a panic in tokenizers is no `Exception`
-        raise FasteagleError(f"{path}: no usable tokenizer ({reason_of(error)})") from error
+        try:
+            backend = kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            backend.encode("a")  # some fields of wrong types are found only here
+        except StrictDataclassError as error:  # of a field that only transformers reads
+            config = folder / "config.json"
+            raise FasteagleError(f"{config}: {error.__cause__ or error}") from error
     return ChatTokenizer(backend, _eos_ids(folder, backend), template)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fasteagle.answering.answer import AnswerRequest
@@ -37,6 +38,17 @@ class BadParameterError(FasteagleError):
     def __init__(self, param: str, message: str, code: str | None = None) -> None:
         super().__init__(f"{param}: {message}")
         self.param, self.code = param, code
+
+
+@contextlib.contextmanager
+def of_parameter(param: str | None, code: str | None = None) -> Iterator[None]:
+    """Name the parameter in errors that are raised inside; None: it is not known."""
+    try:
+        yield
+    except FasteagleError as error:
+        if param is None:
+            raise
+        raise BadParameterError(param, str(error), code) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,16 +141,12 @@ class Planner:
     def compiled(self, plan: Plan) -> Plan:
         """Return the plan with its form compiled; takes seconds at most, in any thread."""
         assert plan.form is not None, "nothing else is compiled"
-        try:
+        with of_parameter(plan.form_field):
             try_grammar(plan.form.kind, plan.form.text)
             answers = [
                 dataclasses.replace(answer, mask=self._llm.grammar(plan.form))
                 for answer in plan.answers
             ]
-        except FasteagleError as error:
-            if plan.form_field is None:
-                raise
-            raise BadParameterError(plan.form_field, str(error)) from error
         return dataclasses.replace(plan, answers=answers)
 
     def tokenize(self, body: TokenizeRequest) -> list[int]:
@@ -198,10 +206,8 @@ class Planner:
         if self._defaults.system is not None and dialogue[0]["role"] != "system":
             dialogue.insert(0, {"role": "system", "content": self._defaults.system})
         if think is not None:
-            try:
+            with of_parameter("chat_template_kwargs"):
                 self._llm.tokenizer.check_think(think)
-            except FasteagleError as error:
-                raise BadParameterError("chat_template_kwargs", str(error)) from error
         more = {"tools": tools} if tools else {}
         return self._llm.tokenizer.render(dialogue, add_generation_prompt, think, **more)
 
@@ -222,11 +228,8 @@ class Planner:
             raise BadParameterError("n", f"{n} is out of range: use 1 .. {most}, see --parallel")
         engine = self._llm.engine
         field = "messages" if isinstance(body, ChatRequest) else "prompt"
-        try:
+        with of_parameter(field, TOO_LONG if len(prompt) >= engine.max_seq_len else None):
             engine.check_prompt(prompt)
-        except FasteagleError as error:
-            code = TOO_LONG if len(prompt) >= engine.max_seq_len else None
-            raise BadParameterError(field, str(error), code) from error
         if body.stream_options is not None and not body.stream:
             raise BadParameterError("stream_options", "needs stream true")
         if body.show_accepted and not body.stream:
@@ -320,10 +323,8 @@ class Planner:
         if len(chosen) > 1 or (chosen and isinstance(body, ChatRequest) and body.response_format):
             raise BadParameterError(next(iter(chosen)), "contradicts another form asked for")
         for name, (kind, text) in chosen.items():
-            try:
+            with of_parameter(name):
                 return GrammarSpec(kind, text or "")
-            except FasteagleError as error:
-                raise BadParameterError(name, str(error)) from error
         return default
 
 

@@ -41,6 +41,7 @@ from fasteagle.uninitialized import Uninitialized
 
 HEADER_KEY = "fasteagle"  # key of the JSON header in the metadata of our own draft heads
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "shifted", "mtp")
+_INTEGERS = {getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)}
 Header = dict[str, Any]
 
 
@@ -278,10 +279,6 @@ def _flat_config(where: str, raw: Raw) -> Raw:
     return flat
 
 
-INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
-INTEGERS |= {torch.uint16, torch.uint32, torch.uint64}
-
-
 def _read_state(folder: Path) -> tuple[State, Header | None]:
     """Read the tensors of a folder, with the list `freq_*.pt` of FR-Spec as their map."""
     safe, pickled, header = folder / "model.safetensors", folder / "pytorch_model.bin", None
@@ -306,7 +303,7 @@ def _token_ids(path: Path) -> Tensor:
     try:
         if isinstance(value, list) and all(type(i) is int for i in value):
             value = torch.tensor(value)
-        if not isinstance(value, Tensor) or not is_plain(value) or value.dtype not in INTEGERS:
+        if not isinstance(value, Tensor) or not is_plain(value) or value.dtype not in _INTEGERS:
             raise TypeError("no integers")
         ids: Tensor = value.long().flatten().sort().values
         return ids
