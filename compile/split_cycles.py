@@ -5,10 +5,11 @@ Shapes: T tree rows, V vocabulary, D model dim, R auxiliary layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fasteagle.decoding.cycle import Pieces
@@ -25,22 +26,34 @@ Read = TypeVar("Read", contravariant=True)
 Made = TypeVar("Made", covariant=True)
 
 
-def lasting(make: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
+def lasting(
+    make: Callable[[], Result], kept: Sequence[Tensor] = ()
+) -> tuple[Callable[[], None], Result]:
     """Return a step that runs `make`, and a copy of its result, which each run of it renews.
 
     `make` runs once before. Graphs of one pool use the same memory: what a graph has allocated may
     be overwritten by the next replay of any other one, so a result that is read later must not lie
-    there.
+    there. What lies in the memory of `kept`, which no graph has allocated, is no copy: compiled
+    code that changes these tensors expects to find a view of them again.
     """
-    own = tree_map_only(torch.Tensor, torch.clone, make())
-    places = [each for each in tree_leaves(own) if isinstance(each, torch.Tensor)]
+    places = {id_of(tensor) for tensor in kept}
+
+    def copied(tensor: Tensor) -> Tensor:
+        return tensor if id_of(tensor) in places else tensor.clone()
+
+    own = tree_map_only(Tensor, copied, make())
 
     def step() -> None:
-        new = [each for each in tree_leaves(make()) if isinstance(each, torch.Tensor)]
-        for place, tensor in zip(places, new, strict=True):
-            place.copy_(tensor)
+        for place, tensor in zip(tree_leaves(own), tree_leaves(make()), strict=True):
+            if isinstance(place, Tensor) and id_of(place) not in places:
+                place.copy_(tensor)
 
     return step, own
+
+
+def id_of(tensor: Tensor) -> int:
+    """Return the address of the memory that a tensor is a view of."""
+    return tensor.untyped_storage().data_ptr()
 
 
 class Shared(Protocol[Read, Made]):
@@ -117,7 +130,7 @@ def capture_split(
     `capture` captures a step and returns the function that replays it.
     Rows past the text change, in the cache too: the cycle has not begun yet.
     """
-    draft, proposal = lasting(lambda: pieces.draft(state, drafter, spec))
+    draft, proposal = lasting(lambda: pieces.draft(state, drafter, spec), state.advanced)
     begin = capture(draft)
 
     def drafted() -> Proposal:

@@ -14,6 +14,7 @@ from fasteagle.batch import Batch
 from fasteagle.compile import split_cycles
 from fasteagle.compile.cuda_graphs import CudaGraphs
 from fasteagle.compile.cuda_pass import ROWS, SEQUENCES, CudaPass, Shape
+from fasteagle.compile.cycles import CycleCompiler
 from fasteagle.compile.graphs import MOST_KINDS, CapturedRunner
 from fasteagle.decoding.cycle import EAGER
 from fasteagle.decoding.launch import Launch
@@ -24,6 +25,7 @@ from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.generate import Engine
 from fasteagle.model import Output, Target
 from fasteagle.options import SamplingParams
+from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import TreeShape
 from helpers import Even, random_head, random_target, tiny_config
 from replaying import FakePlace, PooledGraphs, ReplayingBackend
@@ -85,6 +87,34 @@ def test_texts_are_those_written_alone(engine, kind):
     texts, several = together(engine)
     assert texts == expected and max(engine.backend.sizes) == 3
     for own in several.engines:
+        assert any(own.runner._split.values()) and own.runner.error is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", range(3))
+def test_compiled_cycles_of_several_are_captured_in_parts(engine, kind, monkeypatch):
+    """What a compiled end was traced with lay in one memory: a root and the tree under it."""
+
+    def traced(function, options, **more):
+        return compiled(function, backend="aot_eager", **more)
+
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", traced)
+    engine.use(list(drafters(engine.model))[kind])
+    expected, _ = together(engine, (0, 2))
+    engine.on_cpu = False  # pieces are those for graphs
+    compiler = CycleCompiler(engine)
+    compiler.compile()
+    compiler.apply()
+    engine.on_cpu = True
+    found, several = together(engine, (0, 2))
+    assert found == expected
+    for own in several.engines[:2]:
+        roots = [split.draft().tree.tokens for split in own.runner._split.values()]
+        same = roots[0].data_ptr() == own.state.root.data_ptr()
+        assert same == (kind == 0), "the root alone is its own tree, as in a whole cycle"
+        pieces = own.runner.pieces(own.spec(None, SamplingMode()), own.drafter)
+        assert pieces.finish is not EAGER.finish
         assert any(own.runner._split.values()) and own.runner.error is None
 
 
