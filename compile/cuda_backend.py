@@ -78,7 +78,7 @@ class CudaBackend(Backend):
     def _kernel_ops(self, model: Transformer, ops: Ops) -> Ops:
         """Return `ops` (with tree attention) plus our norms and fused blocks where they fit."""
         if self._fuses:
-            fused = FusedBlocks(list(model.blocks), ops)
+            fused = FusedBlocks(list(model.blocks))
             return ops._replace(norm=fixed_norm.apply_norm, run_blocks=fused.run)
         if any(isinstance(module, InterleavedLinear) for module in model.modules()):
             # Otherwise norms would be the only place where a row's bits depend on other rows.

@@ -4,9 +4,9 @@ A block of 4-bit weights is eight launches: norm, query-key-value, two of attent
 RoPE and the new keys), output, norm, gate and up, down. It takes one more where gate and up are
 split along K, one where attention heads have norms or more than 128 columns, one to choose experts,
 and two for a shared expert. The partial sums of a split product, and the results of a row's
-experts, are added up by the kernel that reads them. The core runs prompts, in which norms, RoPE,
-SwiGLU and experts have kernels too. The block of a draft head runs alone, between the layers of
-`EagleHead.forward`.
+experts, are added up by the kernel that reads them. Of more than 64 rows, products are cuBLAS's
+over dequantized weights, and attention of a prompt is torch's. The block of a draft head runs
+alone, between the layers of `EagleHead.forward`.
 
 Shapes: T rows, D model dim, E head dim, G KV heads, S cache slots.
 """
@@ -21,12 +21,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from fasteagle.compile.cuda_prompts import feed_forward, place
 from fasteagle.compile.cuda_tensors import BlockWeights, weights_of
-from fasteagle.compile.fixed_norm import apply_norm
-from fasteagle.compile.tree_attention import OPS
+from fasteagle.compile.tree_attention import prompt_attention
 from fasteagle.device import on_device_of
-from fasteagle.model import Block, MoE, Ops, PromptView, RMSNorm, Visible
+from fasteagle.model import Block, MoE, PromptView, RMSNorm, Visible
 from fasteagle.quant.cuda_linear import InterleavedLinear
 from fasteagle.quant.interleaved import BLOCK_N
 from fasteagle.tree import TreeView
@@ -48,14 +46,30 @@ COLUMNS = 64  # a linear's inputs are a multiple of it, and so are the columns o
 
 
 class Rows(NamedTuple):
-    """Rows of a tree, in the order in which the op takes them."""
+    """Rows of a pass, and what they see."""
 
     cos: Tensor  # [T, 1, E]
     sin: Tensor  # [T, 1, E]
     slots: Tensor  # [T], slots of the cache
-    seq_len: Tensor  # the view's, see `TreeView`
-    paths: Tensor
-    depths: Tensor
+    view: Visible
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors of it, but for a window: an operator takes nothing else."""
+        view = self.view
+        if isinstance(view, PromptView):
+            own = [view.keys]
+        else:
+            own = [view] if isinstance(view, Tensor) else list(view[:3])
+        return [*self[:3], *own]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], window: int) -> Rows:
+        """Return the rows with these `tensors`; a window of 0 is none."""
+        cos, sin, slots, *own = tensors
+        if len(own) == 3:
+            return cls(cos, sin, slots, TreeView(own[0], own[1], own[2], window or None))
+        is_mask = own[0].dim() == 2
+        return cls(cos, sin, slots, own[0] if is_mask else PromptView(len(slots), own[0]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,10 +146,8 @@ _LIVING: weakref.WeakValueDictionary[int, SharedWeights] = weakref.WeakValueDict
 class FusedBlocks:
     """Blocks of a model or of a draft head by the kernels."""
 
-    def __init__(self, blocks: Sequence[Block], masked: Ops = OPS) -> None:
-        """Collect the weights of `blocks`; the core runs prompts, by ops `masked` and kernels."""
+    def __init__(self, blocks: Sequence[Block]) -> None:
         assert all(fits(block) for block in blocks), "see fits"
-        self._masked = masked._replace(norm=apply_norm, place=place)
         self._index = {id(block): i for i, block in enumerate(blocks)}
         self.shared = SharedWeights.of(list(blocks))
 
@@ -151,35 +163,14 @@ class FusedBlocks:
         entry: Tensor | None = None,
     ) -> Tensor:
         """Return the residual stream [T, D]; blocks write into `layers`, of one text or several."""
-        if isinstance(view, Tensor | PromptView) or x.shape[0] > MAX_ROWS:
-            return self._run_many(blocks, layers, x, cos, sin, slots, view, entry)
         first = self._index[id(blocks[0])]
-        rows = [cos, sin, slots, view.seq_len, view.paths, view.depths]
+        rows = Rows(cos, sin, slots, view).tensors()
         caches = [cache for layer in layers for cache in layer]
-        # An operator takes nothing but tensors.
-        launch = fused_blocks if isinstance(caches[0], Tensor) else launch_blocks
-        return launch(x, entry, rows, caches, self.shared.key, first, view.window or 0)
-
-    def _run_many(
-        self,
-        blocks: Sequence[Block],
-        layers: Sequence[tuple[Cache, Cache]],
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        slots: Tensor,
-        view: Visible,
-        entry: Tensor | None,
-    ) -> Tensor:
-        """Run the blocks by the core, and their feed-forward layers by kernels."""
-        for block, (k_cache, v_cache) in zip(blocks, layers, strict=True):
-            x = block.add_attention(x, cos, sin, slots, view, k_cache, v_cache, entry, self._masked)
-            entry = None
-            if not isinstance(block.mlp, MoE):
-                x = x + feed_forward(block, x)
-                continue
-            x = expert_layer(x, self.shared.key, self._index[id(block)])
-        return x
+        window = (view.window or 0) if isinstance(view, TreeView) else 0
+        # The dispatcher, which takes tensors only, costs the host more than a launch.
+        traced = torch.compiler.is_compiling() and isinstance(caches[0], Tensor)
+        launch = fused_blocks if traced else launch_blocks
+        return launch(x, entry, rows, caches, self.shared.key, first, window)
 
     def run_alone(
         self,
@@ -194,8 +185,6 @@ class FusedBlocks:
     ) -> Tensor:
         """Run the single block of a draft head; see `Block.forward`."""
         rows = cos, sin, slots, visible
-        if isinstance(visible, Tensor):
-            return self.run(self.shared.blocks, [(k_cache, v_cache)], x, *rows, entry)
         x = x.clamp(-LARGEST_FEATURE, LARGEST_FEATURE)  # no norm bounds it in EAGLE-1/2
         entry = None if entry is None else entry.half()
         y = self.run(self.shared.blocks, [(k_cache, v_cache)], x, *rows, entry)
@@ -221,12 +210,12 @@ def fused_blocks(
     first: int,
     window: int,
 ) -> Tensor:
-    """Run blocks over the `Rows` of a tree, fp32 x [T, D]; see `FusedBlocks.run`.
+    """Run blocks over the tensors of `Rows`, fp32 x [T, D]; see `FusedBlocks.run`.
 
     As many blocks run as there are pairs of `caches`, from `first` on of the `SharedWeights` with
     this `key`. `entry`, in fp16, is what the attention of the first block reads instead of its
     normed input. A row's bits depend on the keys that it sees and on itself alone, not on the other
-    rows.
+    rows, if they are up to `MAX_ROWS` of a tree.
     """
     return launch_blocks(x, entry, rows, caches, key, first, window)
 
@@ -234,32 +223,6 @@ def fused_blocks(
 @fused_blocks.register_fake
 def _fake(x: Tensor, *rest: object) -> Tensor:
     return torch.empty_like(x)
-
-
-@torch.library.custom_op("fasteagle::expert_layer", mutates_args=(), device_types="cuda")
-def expert_layer(x: Tensor, key: Tensor, index: int) -> Tensor:
-    """Return fp32 x [T, D] plus the results of a block's norm and experts, for any T.
-
-    The block is at place `index` of the `SharedWeights` with this `key`.
-    """
-    return launch_experts(x, key, index)
-
-
-@expert_layer.register_fake
-def _fake_layer(x: Tensor, *rest: object) -> Tensor:
-    return torch.empty_like(x)
-
-
-def launch_experts(x: Tensor, key: Tensor, index: int) -> Tensor:
-    """Launch the kernels of `expert_layer`, for as many rows at a time as they take."""
-    from fasteagle.compile.kernels.block_kernels import add
-
-    own = _LIVING[key.data_ptr()]
-    with on_device_of(x):
-        chunks = [
-            run_experts(rows, None, own.weights[index], own.settings) for rows in x.split(MAX_ROWS)
-        ]
-        return torch.cat([add(*chunk) for chunk in chunks])
 
 
 def launch_blocks(
@@ -274,7 +237,7 @@ def launch_blocks(
     """Launch the kernels of `fused_blocks`, over caches of one sequence or of several."""
     from fasteagle.compile.kernels.block_kernels import add, add_norm  # Triton exists with CUDA
 
-    shared, tree, parts = _LIVING[key.data_ptr()], Rows(*rows), None
+    shared, own, parts = _LIVING[key.data_ptr()], Rows.of(rows, window), None
     settings, half = shared.settings, torch.float16
     with on_device_of(x):
         for i, weights in enumerate(shared.weights[first : first + len(caches) // 2]):
@@ -283,9 +246,9 @@ def launch_blocks(
                 limit = 0.0 if weights.attention_norm is not None else MOST_UNNORMED
                 x, normed = add_norm(x, parts, weights.attention_norm, settings.eps, half, limit)
             k_cache, v_cache = caches[2 * i : 2 * i + 2]
-            parts = _attention(normed, weights, tree, k_cache, v_cache, settings, window)
+            parts = _attention(normed, weights, own, k_cache, v_cache, settings)
             if weights.router is not None:
-                x, parts = run_experts(x, parts, weights, settings)
+                x, parts = _experts(x, parts, weights, settings)
             else:
                 x, normed = add_norm(x, parts, weights.mlp_norm, settings.eps, half)
                 parts = _mlp(normed, weights, settings.accumulate)
@@ -301,31 +264,28 @@ def _attention(
     k_cache: Cache,
     v_cache: Cache,
     settings: Settings,
-    window: int,
 ) -> Tensor:
     """Return partial sums [S, T, D] of the attention layer's addition to the residual stream."""
     from fasteagle.compile.kernels import block_kernels, tree_kernels
     from fasteagle.quant import kernels
 
-    view = TreeView(rows.seq_len, rows.paths, rows.depths, window or None)
+    view, half = rows.view, torch.float16
     parts = kernels.partial_sums(normed, weights.qkv, settings.accumulate)
-    E = rows.cos.shape[2]
+    T, _, E = rows.cos.shape
     new = tree_kernels.Unrotated(
-        parts,
-        weights.qkv_bias,
-        rows.cos,
-        rows.sin,
-        rows.slots,
-        weights.out.K // E,
-        weights.mlp_norm.dtype,
+        parts, weights.qkv_bias, *rows[:3], weights.out.K // E, weights.mlp_norm.dtype
     )
-    # Norms of attention heads are sums, whose order must not depend on the block of rows.
-    if weights.q_norm is None and E <= tree_kernels.MAX_ROPE_DIM:
-        y = tree_kernels.rope_attention(new, k_cache, v_cache, view, torch.float16)
-    else:
-        norms = weights.q_norm, weights.k_norm
+    norms = weights.q_norm, weights.k_norm
+    if not isinstance(view, TreeView):
         q = block_kernels.rope(new, norms, k_cache, v_cache, settings.eps)
-        y = tree_kernels.tree_attention(q, k_cache, v_cache, view, torch.float16)
+        y = prompt_attention(q, k_cache, v_cache, view)
+        y = y.view(len(y), -1, T, E).permute(2, 0, 1, 3).reshape(T, -1).to(half)
+    # Norms of attention heads are sums, whose order must not depend on the block of rows.
+    elif weights.q_norm is None and E <= tree_kernels.MAX_ROPE_DIM:
+        y = tree_kernels.rope_attention(new, k_cache, v_cache, view, half)
+    else:
+        q = block_kernels.rope(new, norms, k_cache, v_cache, settings.eps)
+        y = tree_kernels.tree_attention(q, k_cache, v_cache, view, half)
     return kernels.partial_sums(y, weights.out, settings.accumulate)
 
 
@@ -337,13 +297,27 @@ def _mlp(normed: Tensor, weights: BlockWeights, accumulate: str) -> Tensor:
     gated = kernels.gated(normed, weights.gate_up, accumulate)
     if gated is None:
         parts = kernels.partial_sums(normed, weights.gate_up, accumulate)
-        gated = gate_kernels.gate(parts, accumulate)
+        if len(normed) > MAX_ROWS:
+            gated = gate_kernels.gate_rows(parts[0], accumulate)
+        else:
+            gated = gate_kernels.gate(parts, accumulate)
     values, scales = gated
     return kernels.partial_sums(values, weights.down, accumulate, scales)
 
 
+def _experts(
+    x: Tensor, parts: Tensor, weights: BlockWeights, settings: Settings
+) -> tuple[Tensor, Tensor]:
+    """Run `run_experts` over as many rows at a time as its kernels take."""
+    if len(x) <= MAX_ROWS:
+        return run_experts(x, parts, weights, settings)
+    pieces = zip(x.split(MAX_ROWS), parts.split(MAX_ROWS, 1), strict=True)
+    done = [run_experts(rows, part, weights, settings) for rows, part in pieces]
+    return torch.cat([rows for rows, _ in done]), torch.cat([part for _, part in done], 1)
+
+
 def run_experts(
-    x: Tensor, parts: Tensor | None, weights: BlockWeights, settings: Settings
+    x: Tensor, parts: Tensor, weights: BlockWeights, settings: Settings
 ) -> tuple[Tensor, Tensor]:
     """Return the residual stream x + the sum of `parts`, and its experts' results [k, T, D].
 

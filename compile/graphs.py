@@ -19,6 +19,7 @@ import torch
 
 from fasteagle.compile.cuda_graphs import CudaGraphs, PinnedPlace
 from fasteagle.compile.precompile import compile_ahead, compile_launches
+from fasteagle.compile.short_prompts import ROWS, Encoded, ShortPasses
 from fasteagle.compile.split_cycles import SplitCycle, capture_split
 from fasteagle.decoding.cycle import Pieces, decode_cycle
 from fasteagle.decoding.launch import Done, Launch, drop_others, head_config, variant_of
@@ -71,6 +72,7 @@ class CapturedRunner(Runner):
         self._graphs = graphs
         self._replays: dict[Any, Replay | None] = {}  # None: not captured
         self._split: dict[Any, SplitCycle | None] = {}
+        self._short: ShortPasses | None = None
         self._drafted: SplitCycle | None = None  # has drafted for the cycle that is under way
         self._alone = True  # whether the cycle that was launched last had a pass for itself
         self._failures: Counter[Any] = Counter()  # consecutive ones, by drafter and spec
@@ -117,6 +119,9 @@ class CapturedRunner(Runner):
     ) -> None:
         self._make_room(specs[0].kind)
         self.compile_ahead(specs, drafter)
+        free, aux_layers = int(self.state.seq_len), self.state.aux_layers
+        for rows in ROWS:
+            self.replay_prompt([0] * rows, free, aux_layers)
         for spec in specs:
             key = self._key(spec, drafter, processed)
             if key not in self._replays:
@@ -180,6 +185,19 @@ class CapturedRunner(Runner):
             self.error += f": {advice}"
         if (n := self._failures[variant]) >= MOST_FAILURES:
             self.error += f" (failed {n} times, not tried again)"
+
+    @property
+    def replays_prompts(self) -> bool:  # type: ignore[override]
+        return self.backend.most_rows is not None  # else padding might change the bits of a row
+
+    def replay_prompt(
+        self, ids: Sequence[int], begin: int, aux_layers: tuple[int, ...]
+    ) -> Encoded | None:
+        if not self.replays_prompts or len(ids) > ROWS[-1]:
+            return None
+        if self._short is None:
+            self._short = ShortPasses(self.backend, self.state, self.capture_pass)
+        return self._short(ids, begin, aux_layers)
 
     def _capture_whole(
         self, spec: CycleSpec, drafter: Drafter | None, restore: Callable[[], None]
@@ -260,6 +278,7 @@ class CapturedRunner(Runner):
         """Drop all graphs because the model will run other code; counts of failures stay."""
         self._replays.clear()
         self._split.clear()
+        self._short = None
         self._kinds.clear()
 
     def use_compiled(self, compiled: Mapping[tuple[Drafter | None, CycleSpec], Pieces]) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fasteagle.compile.cuda_ops import move_rows, relate
+from fasteagle.compile.short_prompts import ROWS
 from fasteagle.decoding.runner import Backend
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.draft_head import HeadDrafter, RankingDrafter
@@ -32,7 +33,6 @@ from fasteagle.tree import Pool, Relations, TreeView
 MOST_WORKERS = 16
 PATIENCE = 1.0  # seconds of compiling before a line on stderr says so
 PROMPT_ROWS = 65  # above the limit of the kernels for a few rows
-TAIL_ROWS = 15, 31  # of short prompts and follow-ups; rows up to 16 and beyond run other kernels
 MANY_PAIRS = 64  # pairs that a draft head reads at once at the end of a prompt
 _ALONE = threading.Lock()
 
@@ -103,7 +103,7 @@ def compile_ahead(
     """Compile the kernels that cycles of `specs` and prompts launch; see `compile_launches`."""
 
     def launch() -> None:
-        run_passes(backend.target, sorted({1, *TAIL_ROWS, *(spec.rows for spec in specs)}))
+        run_passes(backend.target, sorted({1, *ROWS, *(spec.rows for spec in specs)}))
         run_head(drafter, {spec.width for spec in specs if spec.width})
         run_trees(drafter, specs, state, relate)
         run_commits(backend.target, specs, move_rows)
@@ -161,7 +161,7 @@ def run_head(drafter: Drafter | None, widths: Iterable[int]) -> None:
     if not isinstance(drafter, HeadDrafter):
         return
     topk = {shape.topk or 1 for shape in drafter.shapes()}
-    for T in sorted({1, *topk, *widths, MANY_PAIRS}):
+    for T in sorted({1, *topk, *widths, MANY_PAIRS, PROMPT_ROWS}):
         logits = _run_head(drafter, T)
         for k in topk if T in (1, *topk) else ():
             # Rank the logits in their own dtype, and in fp32, in which noise is added to them.

@@ -11,8 +11,10 @@ import time
 from collections.abc import Callable, Collection, Generator, Hashable, Sequence
 from typing import Generic, TypeVar
 
+import torch
+
 from fasteagle.decoding.context import common_prefix
-from fasteagle.decoding.runner import run_together
+from fasteagle.decoding.runner import Runner
 from fasteagle.device import available_bytes, unless_short
 from fasteagle.drafting.company import Company
 from fasteagle.errors import FasteagleError
@@ -34,6 +36,36 @@ class _Running(Generic[Item]):
     items: Generator[Item]
     n_tokens: int
     begun: bool = False  # whether its prompt is computed
+
+
+@torch.no_grad()
+def run_together(runners: Sequence[Runner]) -> None:
+    """Run the cycles that wait in `runners`, with one pass over the rows of all of them.
+
+    Where the pass fails, each runner's `read` raises the reason; where the end of one cycle fails,
+    only the `read` of its own. An interruption is raised here, and no runner has a result then.
+    """
+    backend = runners[0].backend
+    launches = [launch for runner in runners if (launch := runner.waiting) is not None]
+    assert len(launches) == len(runners), "the caller gives the runners that wait"
+    for runner in runners:
+        runner.waiting = None
+    try:
+        if len(runners) == 1:
+            runners[0].run(launches[0])
+            return
+        proposals = backend.draft_together(runners, launches)
+        states, capture = [runner.state for runner in runners], runners[0].capture_pass
+        outputs = backend.verify_together(states, proposals, capture)
+    except Exception as error:
+        for runner in runners:
+            runner.fail(error)
+        return
+    for i, runner in enumerate(runners):
+        try:
+            runner.finish(launches[i], proposals[i], outputs[i])
+        except Exception as error:
+            runner.fail(error)
 
 
 class Batch(Generic[Key, Item]):

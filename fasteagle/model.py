@@ -36,15 +36,16 @@ class Output(NamedTuple):
 
 
 class PromptView(NamedTuple):
-    """Cache slots that rows from the beginning of a text see: row j, in slot j, those up to j."""
+    """Cache slots that the last rows of a text see: each those up to its own."""
 
-    rows: Tensor  # [T] their slots, 0 .. T - 1
+    n_rows: int
+    keys: Tensor  # [n] slots of the text, 0 .. n - 1
 
     def mask(self, n_slots: int) -> Tensor:
         """Return the mask of this view over its keys, rounded up as far as there are slots."""
-        T = len(self.rows)
-        n_keys = min(round_up(T, KEY_BLOCK), n_slots)
-        return causal_mask(0, T, n_keys, None, self.rows.device)
+        n = len(self.keys)
+        n_keys = min(round_up(n, KEY_BLOCK), n_slots)
+        return causal_mask(n - self.n_rows, self.n_rows, n_keys, None, self.keys.device)
 
 
 Visible: TypeAlias = Tensor | TreeView | PromptView  # cache slots that each row of a pass sees
@@ -194,7 +195,6 @@ class Ops(NamedTuple):
     attend: Callable[[Tensor, Tensor, Tensor, Any], Tensor] = attend
     write: Callable[[Tensor, Tensor, Tensor], None] = write
     norm: Callable[[nn.Module, Tensor], Tensor] = apply_norm
-    place: Callable[..., Tensor] = place
     run_blocks: Callable[..., Tensor] | None = None
     views: bool = False
 
@@ -231,7 +231,7 @@ class Attention(nn.Module):
         ops: Ops = CORE,
     ) -> Tensor:
         T = x.shape[0]
-        q = ops.place(self, self.qkv(x), cos, sin, slots, k_cache, v_cache, ops)
+        q = place(self, self.qkv(x), cos, sin, slots, k_cache, v_cache, ops)
         y = ops.attend(q, k_cache, v_cache, mask)  # [G, group * T, E]
         y = y.view(self.n_kv_head, -1, T, self.head_dim).permute(2, 0, 1, 3)
         return self.out(y.reshape(T, self.n_head * self.head_dim))

@@ -63,10 +63,13 @@ def partial_sums(
 ) -> Tensor:
     """Return fp32 [S, M, Np], whose sum over S, in order, is the product; [1, M, N] without split.
 
-    x [M, Kp] is fp16 with up to `MAX_ROWS` rows. `scales` [Kp / SPAN, M] multiply the spans of its
-    rows, for inputs beyond the range of fp16; see `gate_kernel`.
+    x [M, Kp] is fp16. `scales` [Kp / SPAN, M] multiply the spans of its rows, for inputs beyond the
+    range of fp16; see `gate_kernel`. Those of more than `MAX_ROWS` rows are [M, 1], one a row.
     """
     M = x.shape[0]
+    if M > MAX_ROWS:
+        y = _large(x, weight)
+        return (y if scales is None else y.mul_(scales))[None]
     cut = tiling(weight.layout, weight.N, weight.K, M, card_of(x.device))
     columns = weight.N if cut.split == 1 else weight.words.shape[1]
     parts = x.new_empty(cut.split, M, columns, dtype=torch.float32)
@@ -78,9 +81,11 @@ def gated(x: Tensor, weight: InterleavedWeight, accumulate: str) -> tuple[Tensor
     """Return silu(gate) * up [M, N / 2] in fp16, and scales [N / 2 / SPAN, M] of its spans.
 
     Even rows of the weight belong to gate, odd ones to up. Returns None where K is split, because
-    the sums are complete only after all programs.
+    the sums are complete only after all programs, and for more than `MAX_ROWS` rows.
     """
     M = x.shape[0]
+    if M > MAX_ROWS:
+        return None
     cut = tiling(weight.layout, weight.N, weight.K, M, card_of(x.device))
     if cut.split > 1:
         return None

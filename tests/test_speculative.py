@@ -289,9 +289,10 @@ def test_prompts_are_computed_alike_with_and_without_a_draft_head(window, monkey
         assert prefilled(EagleDrafter(head, TreeShape(3, 4, 7), 512)) == plain
     n = len(PROMPT) + 19
     *follow_ups, first_turn = plain
-    assert follow_ups == [[(n, 300, 512), (n + 300, 101, 512)], [(20, 2, "TreeView")]]
+    after = 512 if window else "PromptView"
+    assert follow_ups == [[(n, 300, after), (n + 300, 101, after)], [(20, 2, "TreeView")]]
     beginning = 512 if window == 6 else "PromptView"
-    assert first_turn == [(0, 300, beginning), (300, n + 101, 512)]
+    assert first_turn == [(0, 300, beginning), (300, n + 101, after)]
 
 
 def test_follow_ups_and_changed_histories(target, head):

@@ -37,7 +37,7 @@ class Runner:
 
     `compiled` are pieces to use for a drafter and its siblings, and a spec, instead of the `usual`
     ones; runners of siblings share them. Where the runner `defers`, a launched cycle is `waiting`
-    until `run_together` has run it.
+    until `batch.run_together` has run it.
     """
 
     waits = False  # whether the engine yields before it reads a cycle: others may run meanwhile
@@ -45,6 +45,7 @@ class Runner:
     ahead = 0  # cycles launched before the first one is read
     plain_rows = 1  # rows of a pass without a tree
     fixed_addresses = False  # whether caches must not move: they have their full size then
+    replays_prompts = False  # whether parts of a prompt of a few rows are replayed
 
     def __init__(self, backend: Backend, state: DecodeState) -> None:
         self.backend, self.state = backend, state
@@ -101,7 +102,7 @@ class Runner:
 
     @property
     def defers(self) -> bool:
-        """Return whether a launched cycle waits for `run_together`."""
+        """Return whether a launched cycle waits for `batch.run_together`."""
         return self.waits
 
     def launch(
@@ -151,6 +152,15 @@ class Runner:
         spec, drafter, processor = launch
         finish(self.state, spec, proposal, output, self.pieces(spec, drafter), processor)
         self._proposal = proposal
+
+    def replay_prompt(
+        self, ids: Sequence[int], begin: int, aux_layers: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """Return what `Target.encode` does for `ids` after `begin` cached rows, by a replayed pass.
+
+        None: there is none for so many rows.
+        """
+        return None
 
     def capture_pass(self, step: Callable[[], None], variant: Any) -> Callable[[], None] | None:
         """Return a function that replays a shared pass; None: it runs without a graph."""
@@ -223,36 +233,6 @@ class Runner:
         if not self._on_cpu:
             torch.cuda.synchronize(self.state.root.device)
         return 1e3 * (time.perf_counter() - begin)
-
-
-@torch.no_grad()
-def run_together(runners: Sequence[Runner]) -> None:
-    """Run the cycles that wait in `runners`, with one pass over the rows of all of them.
-
-    Where the pass fails, each runner's `read` raises the reason; where the end of one cycle fails,
-    only the `read` of its own. An interruption is raised here, and no runner has a result then.
-    """
-    backend = runners[0].backend
-    launches = [launch for runner in runners if (launch := runner.waiting) is not None]
-    assert len(launches) == len(runners), "the caller gives the runners that wait"
-    for runner in runners:
-        runner.waiting = None
-    try:
-        if len(runners) == 1:
-            runners[0].run(launches[0])
-            return
-        proposals = backend.draft_together(runners, launches)
-        states, capture = [runner.state for runner in runners], runners[0].capture_pass
-        outputs = backend.verify_together(states, proposals, capture)
-    except Exception as error:
-        for runner in runners:
-            runner.fail(error)
-        return
-    for i, runner in enumerate(runners):
-        try:
-            runner.finish(launches[i], proposals[i], outputs[i])
-        except Exception as error:
-            runner.fail(error)
 
 
 class Backend:

@@ -77,7 +77,7 @@ def test_compiled_blocks_take_a_prompt_under_its_mask(model, monkeypatch):
     monkeypatch.setattr(compiler, "_compiled", lambda *span: seen.append(span[6]) or span[2])
     layers, rows = Target(model).new_cache(512).layers, torch.arange(70)
     mask = causal_mask(0, 70, 256, None, "cpu")
-    for visible in (PromptView(rows), mask):
+    for visible in (PromptView(70, rows), mask):
         compiler._run_spans(list(model.blocks), layers, rows, rows, rows, rows, visible)
     assert seen and all(torch.equal(each, mask) for each in seen)
 

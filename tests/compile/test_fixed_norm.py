@@ -8,13 +8,13 @@ from unittest import mock
 import pytest
 import torch
 
-from fasteagle.compile import cuda_blocks, fixed_norm
+from fasteagle.compile import cuda_backend, fixed_norm
 from fasteagle.compile.fixed_norm import keep_sums_finite
 from fasteagle.loading import open as opening
 from fasteagle.loading import source
 from fasteagle.loading.heads.write import save_head
 from fasteagle.loading.make_drafter import Drafting
-from fasteagle.model import RMSNorm, causal_mask, place
+from fasteagle.model import RMSNorm, causal_mask
 from fasteagle.options import DraftOptions, RuntimeOptions
 from fasteagle.quant import cuda_linear
 from fasteagle.quant.cuda_linear import InterleavedLinear
@@ -53,22 +53,18 @@ def test_no_wider_sums_than_needed(capsys):
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize(("scale", "checked"), [(1.0, 1), (5800.0, 2)])
-def test_prompts_check_no_input_behind_a_norm(scale, checked, monkeypatch):
-    """Such as 5,800 sqrt(128), beyond fp16; attention has no such limit, the gate scales itself."""
-    pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
-    from fasteagle.compile.kernels import gate_kernels
-
-    monkeypatch.setattr(gate_kernels, "gate_rows", gated)
+@pytest.mark.parametrize(("scale", "checked"), [(1.0, 2), (5800.0, 3)])
+def test_blocks_that_do_not_fit_check_no_input_behind_a_norm(scale, checked, monkeypatch):
+    """Such as 5,800 sqrt(128), beyond fp16; inputs of the output and of down are checked."""
+    monkeypatch.setattr(cuda_backend, "obstacle", lambda block: "odd sizes")
     target, _ = packed_target()
     for block in target.blocks:
         block.mlp_norm.weight.data.fill_(scale)
-    with mock.patch.object(cuda_blocks, "place", place):
-        fused = fused_target(target)
+    own = KernelBackend(target).target
     ids, rows = torch.arange(70) % 40, torch.arange(70)
     check = mock.patch.object(cuda_linear, "in_half_range", side_effect=cuda_linear.in_half_range)
     with check as checks, mock.patch.object(fixed_norm, "rms_norm", normed):
-        fused.encode(ids, rows, rows, causal_mask(0, 70, 256, None, "cpu"), fused.new_cache(256))
+        own.encode(ids, rows, rows, causal_mask(0, 70, 256, None, "cpu"), own.new_cache(256))
     assert checks.call_count == checked * len(target.blocks)
 
 
@@ -77,12 +73,6 @@ def normed(x, scale, eps):
     norm = RMSNorm(len(scale), eps)
     norm.weight = torch.nn.Parameter(scale)
     return norm(x)
-
-
-def gated(sums, accumulate):
-    """The kernel's result for rows within fp16, on a CPU."""
-    values = torch.nn.functional.silu(sums[:, 0::2]) * sums[:, 1::2]
-    return values.half(), torch.ones(len(sums), 1)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias
 
 from fasteagle import model
 from fasteagle.compile import int8_cache
@@ -111,34 +112,40 @@ def test_op_in_a_full_graph_as_the_text_grows():
             assert torch.equal(step(p), attend(p.q * 2, p.k, p.v, p.view) + 1)
 
 
+@pytest.mark.parametrize("begin", [0, 30])
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("group", [1, 3])
-def test_attention_at_the_beginning_of_a_text_needs_no_mask(group, int8, monkeypatch):
-    """What CUDA runs, and the CPU's own way, of 32 slots those with keys of 19 rows."""
-    T, S, G, E = 19, 32, 2, 16
+def test_attention_of_a_text_needs_no_mask(group, int8, begin, monkeypatch):
+    """What CUDA runs, and the CPU's own way, of 64 slots those with keys of a text's."""
+    T, S, G, E = 19, 64, 2, 16
+    n = begin + T
     q, k, v = torch.randn(G, group * T, E), torch.randn(G, S, E), torch.randn(G, S, E)
     if int8:
         k, v = quantized_rows(k), quantized_rows(v)
-    own_k, own_v = (dense_rows(cache[:, :T], q.dtype) for cache in (k, v))
-    expected = model.attend(q, own_k, own_v, model.causal_mask(0, T, T, None, "cpu"))
-    view = model.PromptView(torch.arange(T))
+    own_k, own_v = (dense_rows(cache[:, :n], q.dtype) for cache in (k, v))
+    expected = model.attend(q, own_k, own_v, model.causal_mask(begin, T, n, None, "cpu"))
+    view = model.PromptView(T, torch.arange(n))
     assert torch.equal(attend(q, k, v, view), expected)
-    options, attention = [], F.scaled_dot_product_attention
+    masks, attention = [], F.scaled_dot_product_attention
 
-    def recorded(*args, **kwargs):
-        options.append(kwargs)
-        return attention(*args, **kwargs)
+    def recorded(q, k, v, mask, is_causal):
+        masks.append(mask)
+        if mask is not None:
+            mask = mask._materialize()
+        return attention(q, k, v, mask, is_causal=is_causal)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
-    torch.testing.assert_close(causal_attention(q, own_k, own_v), expected)
-    assert options == [{"is_causal": True}]
+    torch.testing.assert_close(causal_attention(q, own_k, own_v, T), expected)
+    assert len(masks) == 1 and (isinstance(masks[0], CausalBias) if begin else masks[0] is None)
 
 
 @pytest.mark.parametrize("n_slots, n_keys", [(512, 256), (256, 256), (100, 100)])
 def test_mask_of_a_prompt(n_slots, n_keys):
     """For those who take no view: over its own keys, rounded up as far as there are slots."""
-    mask = model.as_mask(model.PromptView(torch.arange(70)), n_slots)
+    mask = model.as_mask(model.PromptView(70, torch.arange(70)), n_slots)
     assert torch.equal(mask, model.causal_mask(0, 70, n_keys, None, "cpu"))
+    mask = model.as_mask(model.PromptView(30, torch.arange(70)), n_slots)
+    assert torch.equal(mask, model.causal_mask(40, 30, n_keys, None, "cpu"))
 
 
 @pytest.mark.parametrize("int8", [False, True])
@@ -171,7 +178,7 @@ def test_prompts_do_without_the_kernels_of_cudnn(monkeypatch):
     monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
     before = torch.backends.cuda.cudnn_sdp_enabled()
     fused_attention(*arguments)
-    causal_attention(q, q, q)
+    causal_attention(q, q, q, 15)
     assert used == [False, False] and torch.backends.cuda.cudnn_sdp_enabled() == before
 
 

@@ -14,7 +14,6 @@ from fasteagle.quant import interleaved
 from fasteagle.quant import kernels as quant_kernels
 
 cuda_blocks.fused_blocks.register_kernel("cpu")(cuda_blocks.launch_blocks)
-cuda_blocks.expert_layer.register_kernel("cpu")(cuda_blocks.launch_experts)
 cuda_ops.top_children.register_kernel("cpu")(draft_kernels.top_children)
 cuda_ops.rerank_pool.register_kernel("cpu")(order_kernels.rerank)
 cuda_ops.relate_rows.register_kernel("cpu")(order_kernels.relations)

@@ -1,0 +1,192 @@
+"""Short prompts and tails by captured passes, on a CPU that stands for a device with graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fasteagle.compile.cuda_backend import CudaBackend
+from fasteagle.compile.short_prompts import ROWS
+from fasteagle.decoding.runner import Backend as EagerBackend
+from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.generate import Engine
+from fasteagle.model import Target
+from fasteagle.options import SamplingParams
+from fasteagle.shapes import TreeShape
+from helpers import eagle3_of, random_head, random_target, tiny_config
+from interleaved_models import packed_target
+from replaying import ReplayingBackend
+
+
+class Backend(ReplayingBackend):
+    """Its rows do not depend on their number, as those of fused blocks do not."""
+
+    most_rows = ROWS[-1]
+
+
+def engine_of(target, eagle3=False, backend=Backend) -> Engine:
+    engine = Engine(target, 400, backend=backend(Target(target)))
+    engine.on_cpu = False  # caches have their full size, and few rows are a tree
+    head = random_head(target, eagle3=eagle3_of("eagle3", target.config) if eagle3 else None)
+    engine.use(EagleDrafter(head, TreeShape(3, 3, 7), 400))
+    return engine
+
+
+def text(engine, prompt, n=12):
+    return [t for new in engine.generate(prompt, SamplingParams(), n) for t in new]
+
+
+@pytest.fixture
+def target():
+    return random_target(tiny_config())
+
+
+def counted(engine):
+    """Note the ids of every pass over a prompt, and whether it was replayed."""
+    passes, replay = [], engine.runner.replay_prompt
+
+    def noting(ids, begin, aux_layers):
+        result = replay(ids, begin, aux_layers)
+        passes.append((len(ids), begin, result is not None))
+        return result
+
+    engine.runner.replay_prompt = noting
+    return passes
+
+
+@pytest.mark.parametrize("eagle3", [False, True])
+def test_texts_are_those_of_passes_without_graphs(target, eagle3):
+    engine, plain = engine_of(target, eagle3), engine_of(target, eagle3, ReplayingBackend)
+    history = []
+    for n in (1, 16, 17, 64, 65, 3):
+        history += [(7 * i + n) % 50 for i in range(n)]
+        passes, others = counted(engine), counted(plain)
+        own = text(engine, history)
+        assert own == text(plain, history)
+        assert not any(replayed for *_, replayed in others)
+        assert passes and all(replayed for *_, replayed in passes)
+        history += own
+    assert engine.stats.cached_tokens > 0 and not engine.runner.error
+
+
+@pytest.mark.parametrize("n_cached", [0, 30])
+def test_a_few_more_rows_are_several_replayed_passes(target, n_cached):
+    """Up to 256 of them; longer ones are one pass. A draft head changes no border."""
+    engine = engine_of(target)
+    for drafter in (engine.drafter, None):
+        for n, expected in (
+            (65, [(64, 0, True), (1, 64, True)]),
+            (200, [(64, 0, True), (64, 64, True), (64, 128, True), (8, 192, True)]),
+            (257, [(257, 0, False)]),
+        ):
+            engine.use(drafter)
+            engine.restart()
+            prompt = [(7 * i) % 50 for i in range(n_cached + n)]
+            if n_cached:
+                engine.prefill(prompt[:n_cached])
+            passes = counted(engine)
+            engine.prefill(prompt)
+            expected = [(rows, begin + n_cached, short) for rows, begin, short in expected]
+            assert [each for each in passes if each[1] >= n_cached] == expected
+
+
+def test_features_and_keys_of_a_part(target):
+    """Whatever was there before, and slots before it are as they were."""
+    engine, plain = engine_of(target, True), engine_of(target, True, ReplayingBackend)
+    prompt = [(7 * i) % 50 for i in range(100)]
+    for n in (23, 100, 40):
+        for own in (engine, plain):
+            own.restart()
+        assert torch.allclose(engine.features(prompt[:n], (1,)), plain.features(prompt[:n], (1,)))
+        keys, expected = (own.cache.rows[:, :, :n] for own in (engine, plain))
+        assert torch.allclose(keys, expected, atol=1e-6)
+
+
+def test_a_result_outlives_the_next_pass(target):
+    engine = engine_of(target)
+    first = engine.features([1, 2, 3])
+    kept = first.clone()
+    engine.features([4, 5, 6])
+    assert torch.equal(first, kept)
+
+
+def test_what_is_captured_is_ready_with_the_cycles_and_once(target):
+    engine = engine_of(target)
+    engine.prepare(SamplingParams())
+    n = engine.runner.graphs.captured
+    passes = counted(engine)
+    text(engine, list(range(20)))
+    assert passes == [(20, 0, True)] and engine.runner.graphs.captured == n
+    engine.runner.forget()
+    engine.prepare(SamplingParams())
+    assert engine.runner.graphs.captured == 2 * n
+
+
+def test_a_pass_that_cannot_be_captured_runs(target):
+    engine = engine_of(target)
+    engine.runner.graphs.failing = True
+    passes = counted(engine)
+    for n in (20, 5, 30, 40, 50, 20):
+        engine.restart()
+        own = text(engine, list(range(n)))
+        assert own == text(engine_of(target, backend=ReplayingBackend), list(range(n)))
+    assert all(replayed for *_, replayed in passes)
+
+
+def test_the_last_slot_of_the_context(target):
+    """Padding lies in the slots after it."""
+    engine, plain = engine_of(target), engine_of(target, backend=ReplayingBackend)
+    prompt = [(3 * i) % 50 for i in range(399)]
+    for own in (engine, plain):
+        text(own, prompt[:390], 1)
+    assert text(engine, prompt, 1) == text(plain, prompt, 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("name", ["gqa", "window", "qwen3", "experts"])
+def test_bits_of_replayed_parts(name):
+    """Those of a pass without a graph: a row's bits do not depend on the rows beside it."""
+    model, _ = packed_target(name)
+    model.to("cuda").init_rope(512, "cuda")
+    results = []
+    for replays in (False, True):
+        backend = CudaBackend(model, replays=replays)
+        engine = Engine(model, 256, backend=backend)
+        found = []
+        for n, more in ((1, 5), (16, 17), (40, 64), (100, 33)):
+            engine.restart()
+            for ids in (range(n), range(n + more)):
+                filled = engine.prefill([7 * i % 50 for i in ids])
+                found += [filled.normed.clone(), engine.cache.rows[:, :, : len(ids)].clone()]
+        results.append(found)
+        assert (engine.runner.replay_prompt([1], 0, ()) is not None) == replays
+    assert engine.runner.error is None
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("kv", ["auto", "int8"])
+@pytest.mark.parametrize("name", ["gqa", "qwen2", "qwen3", "window", "shared expert"])
+def test_long_prompts_against_the_core(name, kv):
+    """First and later parts, of more rows than decoding kernels take."""
+    model, dense = packed_target(name)
+    model.to("cuda").init_rope(512, "cuda")
+    dense.to("cuda").init_rope(512, "cuda")
+    prompt = [7 * i % 50 for i in range(400)]
+    engines = [
+        Engine(model, 512, backend=CudaBackend(model, kv)),
+        Engine(dense, 512, backend=EagerBackend(Target(dense))),
+    ]
+    results = []
+    for engine in engines:
+        found = []
+        for n in (70, 150, 151, 400):
+            found.append(engine.prefill(prompt[:n]).normed.float())
+        results.append(torch.cat(found))
+    own, expected = results
+    error = (own - expected).norm(dim=-1) / expected.norm(dim=-1)
+    # Of experts that score nearly the same a rounding chooses.
+    limit = 3e-2 if kv == "int8" or name == "shared expert" else 6e-3
+    assert error.max() < limit, error
