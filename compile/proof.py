@@ -48,8 +48,9 @@ TOLERANCE = 0.02  # for products: 8-bit activations, or fp16 accumulation
 # 0.038 and 0.085: roundings turn over where sums differ in their last bits.
 PASS_TOLERANCE = 0.06  # for logits after all blocks; 16 passes: 0.005 to 0.021
 # The same for experts: of two that score nearly the same a rounding chooses, in some block for most
-# rows. A wrong choice of a kernel is off by about 1.
-EXPERT_TOLERANCE = 0.15
+# rows. A wrong choice of a kernel is off by about 1. The core in bf16 makes roundings that CUDA's
+# kernels do not: a model of two blocks was off by 0.18 on an H200, and by 0.013 in fp16.
+EXPERT_TOLERANCE = 0.3
 STEP_TOLERANCE = 0.1  # for draft logits; 16 chains of 4 levels: 0.012 to 0.033
 CHAIN_TOLERANCE = 0.25  # for path probabilities of 3 levels; 16 chains: 0.003 to 0.085
 SLOTS = 256
