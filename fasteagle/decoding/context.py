@@ -37,9 +37,6 @@ PREFILL_CHUNK_CUDA = 1024
 HEAD_CHUNK = 256
 FEW_PAIRS = 8  # number of rows that a follow-up question may compute again
 MAX_TREE_ROWS = 64  # cache rows free past the context for tokens not yet committed
-# Rows that replayed passes of 64 compute sooner than one that dequantizes weights: at 7B on an H200
-# such a pass takes 5.2 ms, and one of 128 to 512 rows 23 to 38 ms, which the host needs for it.
-FEW_ROWS = 256
 
 
 class Prefilled(NamedTuple):
@@ -165,7 +162,7 @@ class Context:
             yield begin, n_cached
         first = n_cached
         while first < n:
-            few = self.runner.replays_prompts and n - first <= FEW_ROWS
+            few = n - first <= self.runner.few_rows
             end = min(first + (MAX_TREE_ROWS if few else self.prefill_chunk), n)
             yield first, end
             first = end

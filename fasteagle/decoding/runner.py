@@ -45,7 +45,7 @@ class Runner:
     ahead = 0  # cycles launched before the first one is read
     plain_rows = 1  # rows of a pass without a tree
     fixed_addresses = False  # whether caches must not move: they have their full size then
-    replays_prompts = False  # whether parts of a prompt of a few rows are replayed
+    few_rows = 0  # up to so many rows of a prompt are replayed passes of 64
 
     def __init__(self, backend: Backend, state: DecodeState) -> None:
         self.backend, self.state = backend, state
@@ -245,6 +245,7 @@ class Backend:
 
     parts: frozenset[str] = frozenset()  # that kernels run: products, passes, drafting, commits
     most_rows: int | None = None  # of a pass that rounds as plain decoding does; None: no limit
+    few_rows = 0  # of a prompt, that passes of 64 compute sooner than one, with the same bits
 
     def __init__(self, target: Target, advice: Advice | None = None) -> None:
         self.name = "eager"  # or: compiled, cpu, cuda

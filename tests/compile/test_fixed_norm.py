@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fasteagle.compile import cuda_backend, fixed_norm
+from fasteagle.compile.cuda_backend import FEW_ROWS
 from fasteagle.compile.fixed_norm import keep_sums_finite
 from fasteagle.loading import open as opening
 from fasteagle.loading import source
@@ -38,6 +39,8 @@ def test_sums_that_might_be_infinite_are_in_fp32(norm, scale, sums, capsys):
     getattr(target.blocks[1], norm).weight.data[7] = scale
     fused = fused_target(target).ops.run_blocks.__self__
     assert accumulates(target) == {sums} and fused.shared.settings.accumulate == sums
+    few = KernelBackend(target).few_rows
+    assert few == FEW_ROWS[sums], "cuBLAS adds in fp32"
     assert capsys.readouterr().err.count("\n") == (sums == "fp32")
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from fasteagle.compile.cuda_backend import CudaBackend
-from fasteagle.compile.short_prompts import ROWS
 from fasteagle.decoding.runner import Backend as EagerBackend
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.generate import Engine
@@ -21,7 +20,7 @@ from replaying import ReplayingBackend
 class Backend(ReplayingBackend):
     """Its rows do not depend on their number, as those of fused blocks do not."""
 
-    most_rows = ROWS[-1]
+    few_rows = 256
 
 
 def engine_of(target, eagle3=False, backend=Backend) -> Engine:
