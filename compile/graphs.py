@@ -180,11 +180,12 @@ class CapturedRunner(Runner):
             restore()
 
     def _explain(self, error: Exception, drafter: Drafter | None, variant: Any) -> None:
-        self.error = first_line(error, 200)
+        line = first_line(error, 200)
         if is_out_of_memory(error) and (advice := self.backend.advised(head_config(drafter))):
-            self.error += f": {advice}"
+            line += f": {advice}"
         if (n := self._failures[variant]) >= MOST_FAILURES:
-            self.error += f" (failed {n} times, not tried again)"
+            line += f" (failed {n} times, not tried again)"
+        self.error = line
 
     @property
     def few_rows(self) -> int:  # type: ignore[override]

@@ -53,6 +53,7 @@ SEVERAL = """
 from fasteagle.batch import Batch
 from fasteagle.bench.row_spec import RowSpec
 from fasteagle.bench.simulate import dummy_drafter
+from fasteagle.compile.blocks import compile_now
 from fasteagle.drafting.lookup import Lookup
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.loading.open import open_dummy
@@ -63,8 +64,12 @@ engine, draft = prepared.engine(), RowSpec.parse("eagle@3/2/5").draft_options(Dr
 eagle = dummy_drafter("smollm2-135m", engine, prepared.checkpoint, draft)
 several, prompt = Batch(engine, 4), [5, 6, 7]
 ngram = NgramDrafter(4, Lookup(device=engine.device))
-for drafter, t in ((None, 0), (None, 0.8), (ngram, 0), (eagle, 0), (eagle, 0.8)):
+cases = [(each, None, t) for each in (None, ngram, eagle) for t in (0, 0.8)]
+if not engine.on_cpu:
+    cases += [(drafter, SamplingParams(t), t) for drafter, _, t in cases]
+for drafter, compiled, t in cases:
     engine.use(drafter)
+    assert compiled is None or compile_now(engine, compiled)
     params = [SamplingParams(0.8 if i == 1 else t, seed=i) for i in range(4)]
     ask = lambda own, i: own.generate(prompt * (3 + i), params[i], 24)
     alone = [[t for new in ask(engine, i) for t in new] for i in range(4)]

@@ -50,13 +50,22 @@ class Runner:
     def __init__(self, backend: Backend, state: DecodeState) -> None:
         self.backend, self.state = backend, state
         self.compiled: dict[tuple[Drafter | None, CycleSpec], Pieces] = {}
-        self.error: str | None = None  # why cycles are not replayed as CUDA graphs
+        self._errors: list[str] = []  # of the runners of all siblings
         self._on_cpu = state.root.device.type == "cpu"
         self._laps: list[float] = []  # before, between and after draft and verify
         self.waiting: Launch | None = None
         self._failure: Exception | None = None  # of a pass that was run together
         self._proposal: Proposal
         self._plain: dict[int, Proposal] = {}  # by number of rows
+
+    @property
+    def error(self) -> str | None:
+        """Why cycles of this engine or of a sibling are not replayed as CUDA graphs, or None."""
+        return self._errors[-1] if self._errors else None
+
+    @error.setter
+    def error(self, line: str) -> None:
+        self._errors[:] = [line]
 
     @property
     def usual(self) -> Pieces:
@@ -70,7 +79,7 @@ class Runner:
 
     def share_compiled(self, other: Runner) -> None:
         """Use what the runner `other` of a sibling engine has compiled and will compile."""
-        self.compiled = other.compiled
+        self.compiled, self._errors = other.compiled, other._errors
 
     def use_compiled(self, compiled: Mapping[tuple[Drafter | None, CycleSpec], Pieces]) -> None:
         """Run these variants of the cycle by these pieces from now on."""

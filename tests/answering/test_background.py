@@ -149,8 +149,16 @@ def test_each_reason_why_nothing_is_captured_is_told_once(target, compiler, caps
     engine = Engine(target, 64)
     preparation = Preparation(engine, quiet=True, tune=False)
     preparation.join()
-    for error in (None, "no memory", "no memory", "no memory (not tried again)", None):
-        engine.runner.error = error
+    sibling = engine.sibling()
+    for runner, error in (
+        (engine.runner, None),
+        (engine.runner, "no memory"),
+        (engine.runner, None),
+        (sibling.runner, "no memory (not tried again)"),  # of several answers at once
+        (sibling.runner, None),
+    ):
+        if error is not None:
+            runner.error = error
         with preparation.answering(GREEDY):
             pass
     said = capsys.readouterr().err.splitlines()
