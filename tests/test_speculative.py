@@ -295,6 +295,27 @@ def test_prompts_are_computed_alike_with_and_without_a_draft_head(window, monkey
     assert first_turn == [(0, 300, beginning), (300, n + 101, after)]
 
 
+def test_a_changed_history_changes_the_pair_before_it(target, head):
+    """The last common token has another one after it, which the draft head must see."""
+    drafter = EagleDrafter(head, TreeShape(3, 4, 7), 512)
+    engine, shown = Engine(target, 512, drafter=drafter), []
+    extend = drafter.extend
+
+    def shows(new, seq_len):
+        n = int(new.count)
+        positions = range(int(seq_len) - n, int(seq_len))
+        shown.extend(zip(positions, new.tokens[:n].tolist(), strict=True))
+        return extend(new, seq_len)
+
+    drafter.extend = shows
+    first, other = list(range(5, 25)), [*range(5, 15), 40, 41, 42]
+    engine.prefill(first)
+    assert shown == list(enumerate(first[1:]))
+    shown.clear()
+    engine.prefill(other)
+    assert shown == [(9, 40), (10, 41), (11, 42)]
+
+
 def test_follow_ups_and_changed_histories(target, head):
     drafter = EagleDrafter(head, TreeShape(3, 4, 7), 512)
     engine = Engine(target, 512, drafter=drafter)

@@ -129,8 +129,7 @@ class Context:
         if reads:
             # The drafter's pairs are a feature and the token after it. The last token of the common
             # prefix may be followed by another one now, and only a pass computes its feature.
-            last = n_cached if same == len(prompt) else same - 1
-            begin = max(0, min(last, self.shown))
+            begin = max(0, min(same - 1, self.shown))
         if self.on_cpu or n_cached - begin > MAX_TREE_ROWS:
             # Our CPU kernels compute a row alike in any pass, and a new drafter reads all rows.
             n_cached = begin
