@@ -163,8 +163,11 @@ class CudaBackend(Backend):
         proposals: Sequence[Proposal],
         capture: Capture | None = None,
     ) -> list[Output]:
-        if self._pass is None:
-            return super().verify_together(states, proposals)
+        if self._pass is None:  # one by one where fused blocks have the bits of a row alone
+            if not self._fuses:
+                return super().verify_together(states, proposals)
+            pairs = zip(states, proposals, strict=True)
+            return [self.pieces.verify(state, self.target, own) for state, own in pairs]
         outputs = self._pass(states, proposals, capture if self._replays else None)
         if self._replays and not self._pass.is_captured:
             self._pass = None  # replayed cycles that take turns are faster
@@ -186,11 +189,12 @@ class CudaBackend(Backend):
         self, runners: Sequence[Runner], launches: Sequence[Launch]
     ) -> list[Proposal]:
         pools: dict[int, Pool] = {}
-        if self._draft is not None:
+        draft = self._draft  # a thread that compiles may replace it meanwhile
+        if draft is not None:
             states = [runner.state for runner in runners]
             capture = runners[0].capture_pass if self._replays else None
-            pools = self._draft(states, launches, capture)
-            if self._replays and not self._draft.is_captured:
+            pools = draft(states, launches, capture)
+            if self._replays and not draft.is_captured:
                 self._draft = None
         proposals = []
         for i, (runner, launch) in enumerate(zip(runners, launches, strict=True)):

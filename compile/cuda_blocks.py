@@ -253,8 +253,7 @@ def launch_blocks(
                 x, normed = add_norm(x, parts, weights.mlp_norm, settings.eps, half)
                 parts = _mlp(normed, weights, settings.accumulate)
             entry = None
-        assert parts is not None, "at least one block"
-        return add(x, parts)
+        return x if parts is None else add(x, parts)
 
 
 def _attention(
@@ -307,13 +306,17 @@ def _mlp(normed: Tensor, weights: BlockWeights, accumulate: str) -> Tensor:
 
 def _experts(
     x: Tensor, parts: Tensor, weights: BlockWeights, settings: Settings
-) -> tuple[Tensor, Tensor]:
-    """Run `run_experts` over as many rows at a time as its kernels take."""
+) -> tuple[Tensor, Tensor | None]:
+    """Run `run_experts` over as many rows at a time as its kernels take.
+
+    Results of more rows are added up at once, as they are several times the residual stream.
+    """
+    from fasteagle.compile.kernels.block_kernels import add
+
     if len(x) <= MAX_ROWS:
         return run_experts(x, parts, weights, settings)
     pieces = zip(x.split(MAX_ROWS), parts.split(MAX_ROWS, 1), strict=True)
-    done = [run_experts(rows, part, weights, settings) for rows, part in pieces]
-    return torch.cat([rows for rows, _ in done]), torch.cat([part for _, part in done], 1)
+    return torch.cat([add(*run_experts(*piece, weights, settings)) for piece in pieces]), None
 
 
 def run_experts(

@@ -52,6 +52,8 @@ class CycleCompiler:
     ) -> None:
         drafter = engine.drafter
         self._engine, self._drafter = engine, drafter
+        # Not those of the state: another drafter may be in use by then.
+        self._aux_layers = () if drafter is None else drafter.aux_layers
         if drafter is not None and not shapes:
             shapes = drafter.shapes()
         self._specs = [engine.spec(shape, kind or SamplingMode()) for shape in (None, *shapes)]
@@ -66,10 +68,11 @@ class CycleCompiler:
                     self._found[variant] = self._compiled(spec, slots)
 
     def apply(self) -> None:
-        runner = self._engine.runner
-        if self._drafter is not None:
-            runner.adopt(self._drafter)  # its draft head may be compiled in the meantime
-        runner.use_compiled(self._found)
+        """Use what was compiled, beside what another drafter has that is in use by now."""
+        engine = self._engine
+        if self._drafter is not None and engine.drafter in (None, self._drafter):
+            engine.runner.adopt(self._drafter)  # its draft head may be compiled in the meantime
+        engine.runner.use_compiled(self._found)
 
     @torch.no_grad()
     def _compiled(self, spec: CycleSpec, slots: Sequence[int]) -> Pieces:
@@ -128,7 +131,7 @@ class CycleCompiler:
 
     def _output(self, T: int) -> Output:
         """Return an output of zeros with the shapes of a pass over T rows."""
-        target, aux_layers = self._engine.model, self._engine.state.aux_layers
+        target, aux_layers = self._engine.model, self._aux_layers
         features = target.norm.weight.new_zeros(T, target.config.dim)
         aux_states = features.new_zeros(T, len(aux_layers) * target.config.dim, dtype=torch.float32)
         return Output(target.lm_head(features), features, aux_states if aux_layers else None)
@@ -138,7 +141,7 @@ class CycleCompiler:
         cache = engine.target.new_cache(n_slots)
         torch._dynamo.mark_dynamic(cache.rows, 2)
         state = DecodeState(engine.model, cache, engine.max_seq_len)
-        state.read_aux_layers(engine.state.aux_layers, engine.model.config.dim)
+        state.read_aux_layers(self._aux_layers, engine.model.config.dim)
         state.count.fill_(1)
         state.seq_len.fill_(2)
         state.sampling.temperature.fill_(1.0)

@@ -119,13 +119,21 @@ class CapturedRunner(Runner):
     ) -> None:
         self._make_room(specs[0].kind)
         self.compile_ahead(specs, drafter)
-        free, aux_layers = int(self.state.seq_len), self.state.aux_layers
-        for rows in ROWS:
-            self.replay_prompt([0] * rows, free, aux_layers)
+        if self.few_rows:
+            self._prepare_prompts()
         for spec in specs:
             key = self._key(spec, drafter, processed)
             if key not in self._replays:
                 self._replays[key] = self._captured(spec, drafter, processed)
+
+    def _prepare_prompts(self) -> None:
+        """Capture passes over parts of a prompt, after the text, where rows are free."""
+        free, aux_layers = int(self.state.seq_len), self.state.aux_layers
+        try:
+            for rows in ROWS:
+                self.replay_prompt([0] * rows, free, aux_layers)
+        except Exception as error:  # a prompt of fewer rows may still run
+            self._explain(error, None, (None, None))
 
     def compile_ahead(self, specs: Sequence[CycleSpec], drafter: Drafter | None) -> None:
         rows = {spec.rows for spec in specs}

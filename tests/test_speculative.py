@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from unittest import mock
 
 import pytest
@@ -282,13 +284,27 @@ def test_prompts_are_computed_alike_with_and_without_a_draft_head(window, monkey
         engine.restart()
         passes.clear()
         engine.prefill(text + [7] * 400)
-        return [*found, passes.copy()]
+        found.append(passes.copy())
+        # The client leaves in the middle of an answer without drafts: pairs are not shown.
+        engine.restart()
+        answer = engine.generate(PROMPT, SamplingParams(), 200, speculate=False)
+        with contextlib.closing(answer):
+            said = [t for new in itertools.islice(answer, 100) for t in new]
+        text = PROMPT + said
+        n_same = len(engine.cached)
+        rows = engine.cache.rows[:, :, :n_same].clone()
+        assert drafter is None or n_same - engine.shown > 90
+        passes.clear()
+        engine.prefill([*text[:n_same], *[7] * 100])
+        assert torch.equal(engine.cache.rows[:, :, :n_same], rows)
+        return [*found, [each for each in passes if each[0] >= n_same]]
 
     with mock.patch.object(Transformer, "encode", encoded):
         plain = prefilled(None)
         assert prefilled(EagleDrafter(head, TreeShape(3, 4, 7), 512)) == plain
     n = len(PROMPT) + 19
-    *follow_ups, first_turn = plain
+    *follow_ups, first_turn, after_a_stop = plain
+    assert len(after_a_stop) == 1 and after_a_stop[0][1] == 100
     after = 512 if window else "PromptView"
     assert follow_ups == [[(n, 300, after), (n + 300, 101, after)], [(20, 2, "TreeView")]]
     beginning = 512 if window == 6 else "PromptView"

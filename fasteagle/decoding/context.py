@@ -130,18 +130,18 @@ class Context:
             # The drafter's pairs are a feature and the token after it. The last token of the common
             # prefix may be followed by another one now, and only a pass computes its feature.
             begin = max(0, min(same - 1, self.shown))
-        if self.on_cpu or n_cached - begin > MAX_TREE_ROWS:
-            # Our CPU kernels compute a row alike in any pass, and a new drafter reads all rows.
-            n_cached = begin
+        if self.on_cpu:
+            n_cached = begin  # our CPU kernels compute a row alike in any pass
         self.shown = begin
         del self.cached[begin:]
         self.reserve(len(prompt))
         if drafter is not None and not begin:
             drafter.begin(prompt[0])
         for first, end in self._passes(begin, n_cached, len(prompt)):
-            before = self.cache.rows[:, :, first:n_cached].clone()  # empty but in the first pass
+            cached = self.cache.rows[:, :, first : min(end, n_cached)]  # none from `n_cached` on
+            before = cached.clone()
             normed, aux_states = self._run(prompt[first:end], first, self.state.aux_layers)
-            self.cache.rows[:, :, first:n_cached] = before
+            cached.copy_(before)
             read = normed if aux_states is None else aux_states
             self.cached.extend(prompt[first:end])
             if drafter is not None and reads:
@@ -153,12 +153,12 @@ class Context:
     def _passes(self, begin: int, n_cached: int, n: int) -> Iterator[tuple[int, int]]:
         """Yield the borders of the passes over rows `begin .. n`.
 
-        Rows that are cached already are computed for their features only, in a pass of their own:
+        Rows that are cached already are computed for their features only, in passes of their own:
         the others are cut alike with and without a drafter, so that their keys and values are
         equal bit for bit.
         """
-        if begin < n_cached:
-            yield begin, n_cached
+        for first in range(begin, n_cached, HEAD_CHUNK):
+            yield first, min(first + HEAD_CHUNK, n_cached)
         first = n_cached
         while first < n:
             few = n - first <= self.runner.few_rows

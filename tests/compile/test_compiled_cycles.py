@@ -152,6 +152,38 @@ def test_a_number_of_another_variant_is_a_constant(monkeypatch):
     assert len(graphs) == 3 and not inputs
 
 
+@pytest.fixture
+def traced_only(monkeypatch):
+    compiled = torch.compile
+
+    def trace(function, options, **more):
+        return compiled(function, backend="eager", **more)
+
+    monkeypatch.setattr(torch, "compile", trace)
+
+
+def test_another_drafter_may_be_in_use_while_a_first_one_is_compiled(target, traced_only):
+    """Without one, the state has other features than its head reads."""
+    eagle3 = eagle3_of("eagle3", target.config)
+    engine = captured_engine(target, 512)
+    engine.on_cpu = False
+    first = EagleDrafter(random_head(target, eagle3=eagle3), TREE, 512)
+    engine.use(first)
+    compiler = CycleCompiler(engine)
+    engine.use(None)
+    compiler.compile()
+    second = EagleDrafter(random_head(target), TREE, 512)
+    engine.use(second)
+    other = CycleCompiler(engine)
+    other.compile()
+    other.apply()
+    compiler.apply()
+    drafters = {drafter for drafter, _ in engine.runner.compiled}
+    assert drafters == {first, second}
+    engine.use(first)
+    assert {drafter for drafter, _ in engine.runner.compiled} == {first}
+
+
 @pytest.mark.slow
 @needs_compiler
 def test_graphs_hold_compiled_pieces(target):

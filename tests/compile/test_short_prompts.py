@@ -9,7 +9,7 @@ from fasteagle.compile.cuda_backend import CudaBackend
 from fasteagle.decoding.runner import Backend as EagerBackend
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.generate import Engine
-from fasteagle.model import Target
+from fasteagle.model import Target, Transformer
 from fasteagle.options import SamplingParams
 from fasteagle.shapes import TreeShape
 from helpers import eagle3_of, random_head, random_target, tiny_config
@@ -130,6 +130,20 @@ def test_a_pass_that_cannot_be_captured_runs(target):
         own = text(engine, list(range(n)))
         assert own == text(engine_of(target, backend=ReplayingBackend), list(range(n)))
     assert all(replayed for *_, replayed in passes)
+
+
+def test_memory_for_a_short_prompt_may_do_where_one_for_64_rows_is_short(target, monkeypatch):
+    encode = Transformer.encode
+
+    def encoded(model, tokens, *rest):
+        if len(tokens) >= 64:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return encode(model, tokens, *rest)
+
+    expected = text(engine_of(target, backend=ReplayingBackend), [1, 2, 3])
+    monkeypatch.setattr(Transformer, "encode", encoded)
+    engine = engine_of(target)
+    assert text(engine, [1, 2, 3]) == expected and "out of memory" in engine.runner.error
 
 
 def test_the_last_slot_of_the_context(target):
