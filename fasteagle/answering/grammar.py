@@ -1,7 +1,8 @@
 """Grammars of answers: JSON, a JSON schema, a regular expression, a Lark grammar.
 
-llguidance computes which tokens may come next. Its matcher advances along every drafted path and is
-rolled back, so that each row of a tree has the mask of plain decoding at that text.
+llguidance computes which tokens may come next. Copies of its matcher advance along every drafted
+path, so that each row of a tree has the mask of plain decoding at that text. They are not rolled
+back: after a branch with a mask of its own, llguidance 1.9 has wrong masks then.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fasteagle.answering.grammar_check import first_reason, grammar_text, library
-from fasteagle.errors import FasteagleError
+from fasteagle.errors import EngineError, FasteagleError
 from fasteagle.loading.tokenizer import ChatTokenizer
 from fasteagle.options import GrammarSpec
 
@@ -40,6 +41,12 @@ class GrammarCompiler:
         with self._lock:
             if self._known is None:
                 self._known = self.tokenizer.guidance(self.vocab_size)
+        special = None if spec.kind == "grammar" else self.tokenizer.special_in(spec.text)
+        if special is not None:
+            raise FasteagleError(
+                f"{spec.kind}: {special!r} is a special token of this model, which ends or divides "
+                "texts: no answer can contain it"
+            )
         try:
             text = grammar_text(spec.kind, spec.text)
         except ValueError as error:
@@ -90,33 +97,49 @@ class GrammarMask:
         for row in range(1, len(tokens)):
             if valid[row]:
                 children[parents[row]].append(row)
-        self._fill(words, 0, tokens, children)
+        self._fill(self._matcher, words, 0, tokens, children)
+        if not words[0].any():
+            raise EngineError("grammar: it failed: no token may come next")
         return _unpacked(words)[:, :vocab_size]
 
     def _fill(
-        self, words: Tensor, row: int, tokens: Sequence[int], children: list[list[int]]
+        self,
+        matcher: Any,
+        words: Tensor,
+        row: int,
+        tokens: Sequence[int],
+        children: list[list[int]],
     ) -> None:
-        """Fill the masks of `row`, where the matcher is, and of all rows below it."""
-        mask = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.int32)
-        self._check()
+        """Fill the masks of `row`, where `matcher` is, and of all rows below it."""
+        mask = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.int32)
+        _check(matcher)
         words[row] = 0
         n = min(len(mask), words.shape[1])
         words[row, :n] = mask[:n]
+        if not matcher.is_accepting():  # a text that looks like an end is none
+            for token in self._eos_ids:
+                words[row, token // BITS] &= ~_bit(token)
         for child in children[row]:
             token = tokens[child]
-            word = int(words[row, token // BITS])
-            if token in self._eos_ids or not (word >> (token % BITS)) & 1:
+            if token in self._eos_ids or not int(words[row, token // BITS]) & _bit(token):
                 continue  # tokens below it are never used
-            self._matcher.consume_token(token)
-            self._fill(words, child, tokens, children)
-            self._matcher.rollback(1)
+            below = matcher.deep_copy()
+            below.consume_token(token)
+            self._fill(below, words, child, tokens, children)
 
     def advance(self, tokens: Sequence[int]) -> None:
         for token in tokens:
             if token not in self._eos_ids:
                 self._matcher.consume_token(token)
-        self._check()
+        _check(self._matcher)
 
-    def _check(self) -> None:
-        if self._matcher.is_error():
-            raise FasteagleError(f"grammar: it failed: {first_reason(self._matcher.get_error())}")
+
+def _bit(token: int) -> int:
+    """Return the bit of a token in its word, as an int32."""
+    bit = 1 << token % BITS
+    return bit - (1 << BITS) if bit >> (BITS - 1) else bit
+
+
+def _check(matcher: Any) -> None:
+    if matcher.is_error():
+        raise FasteagleError(f"grammar: it failed: {first_reason(matcher.get_error())}")

@@ -53,9 +53,14 @@ def grammar_text(kind: str, text: str) -> str:
 
 
 def first_reason(error: object) -> str:
-    """Return the first line of llguidance's error, which may quote the whole grammar."""
+    """Return a line of llguidance's error, which may quote the whole grammar between its lines."""
     lines = str(error).strip().splitlines() or ["not accepted"]
-    return "no text has this form" if lines[0].startswith("NoExtensionBias") else lines[0][:300]
+    if lines[0].startswith("NoExtensionBias"):
+        return "no text has this form"
+    reasons = [line.strip() for line in lines if line.strip().startswith("error:")]
+    if lines[0].endswith(":") and reasons:  # it quotes a regular expression before the reason
+        return f"{lines[0]} {reasons[-1]}"[:300]
+    return lines[0][:300]
 
 
 def try_grammar(kind: str, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import zlib
@@ -183,6 +184,18 @@ class ChatTokenizer:
         """BOS where the tokenizer adds it to a text; else an empty text."""
         ids = self._backend.encode("", add_special_tokens=True)
         return self._backend.bos_token if ids[:1] == [self._backend.bos_token_id] else ""
+
+    def special_in(self, form: str) -> str | None:
+        """Return a special token that a form demands as text, or None.
+
+        In JSON and in regular expressions its characters may be escaped.
+        """
+        special, _ = self._marks
+        texts = [form, form.replace("\\", "")]
+        with contextlib.suppress(ValueError, RecursionError):
+            texts.append(json.dumps(json.loads(form), ensure_ascii=False))
+        found = (special.search(text) for text in texts)
+        return next((match.group() for match in found if match), None)
 
     @cached_property
     def _marks(self) -> tuple[re.Pattern[str], re.Pattern[str]]:

@@ -10,11 +10,11 @@ from typing import Any
 
 from fasteagle.answering.answer import AnswerRequest
 from fasteagle.answering.grammar_check import try_grammar
-from fasteagle.answering.stream import END_THINK, opened_thought, without_open_thought
-from fasteagle.config_fields import parse_shallow_json
+from fasteagle.answering.stream import opened_thought, without_open_thought
 from fasteagle.errors import FasteagleError, shown
 from fasteagle.llm import LLM
 from fasteagle.options import AnswerOptions, Defaults, GrammarSpec, SamplingParams, fresh_seed
+from fasteagle.server.messages import BadParameterError, check_rendered, for_template
 from fasteagle.server.protocol import (
     ChatMessage,
     ChatRequest,
@@ -30,14 +30,6 @@ MOST_STOPS = 16
 MOST_STOP_CHARACTERS = 1000  # they are looked for at every token
 MOST_SEEDS = 2**63
 MOST_CHARACTERS_A_TOKEN = 16  # on average; English has 4 to 5, code up to 8
-
-
-class BadParameterError(FasteagleError):
-    """Error of a parameter that cannot be honoured, by name."""
-
-    def __init__(self, param: str, message: str, code: str | None = None) -> None:
-        super().__init__(f"{param}: {message}")
-        self.param, self.code = param, code
 
 
 @contextlib.contextmanager
@@ -199,10 +191,10 @@ class Planner:
         most = self._llm.engine.max_seq_len  # none takes less than a token
         if len(messages) > most:
             raise BadParameterError("messages", f"{len(messages):,} are more than {most:,} tokens")
-        dialogue = [_template_message(i, message) for i, message in enumerate(messages)]
+        dialogue = for_template(messages)
         template = self._llm.tokenizer.template_for(dialogue, tools)
         for i, message in enumerate(messages):
-            _check_rendered(i, message, template)
+            check_rendered(i, message, template)
         if self._defaults.system is not None and dialogue[0]["role"] != "system":
             dialogue.insert(0, {"role": "system", "content": self._defaults.system})
         if think is not None:
@@ -338,63 +330,3 @@ def _form_field(body: Sampled, form: GrammarSpec | None) -> str | None:
     if form.kind == "grammar":  # of tool calls, beside which there may be another form
         return "tools" if body.response_format is None else None
     return None if body.response_format is None else "response_format"
-
-
-# Fields of a message that not every chat template renders, and marks of those that do something
-# with them: some drop the thoughts of earlier answers. The id of a call is not among them: clients
-# must send it, and which call a result belongs to follows from their order.
-RENDERED_BY_SOME = {
-    "tool_calls": ("tool_calls",),
-    "reasoning_content": ("reasoning_content", END_THINK),
-}
-
-
-def _check_rendered(number: int, message: ChatMessage, template: str) -> None:
-    """Refuse fields of a message that the template knows nothing of."""
-    for field, marks in RENDERED_BY_SOME.items():
-        if getattr(message, field) and not any(mark in template for mark in marks):
-            reason = "this model's chat template does not render it: leave it out"
-            raise BadParameterError(f"messages.{number}.{field}", reason)
-    if message.tool_call_id is not None and message.role != "tool":
-        raise BadParameterError(f"messages.{number}.tool_call_id", "is for the role tool")
-
-
-def _template_message(number: int, message: ChatMessage) -> dict[str, Any]:
-    """Return a message for templates: content is a string, arguments of calls are dictionaries."""
-    content = message.content
-    if isinstance(content, list):
-        content = "".join(part.text for part in content)
-    if content is None and not message.tool_calls:
-        raise BadParameterError(f"messages.{number}.content", "is missing")
-    role = "system" if message.role == "developer" else message.role
-    entry: dict[str, Any] = {"role": role, "content": content or ""}
-    if message.reasoning_content is not None:
-        entry["reasoning_content"] = message.reasoning_content
-    if message.tool_call_id is not None:
-        entry["tool_call_id"] = message.tool_call_id
-    if message.tool_calls:
-        entry["tool_calls"] = [
-            {
-                **({} if c.id is None else {"id": c.id}),
-                "type": "function",
-                "function": {
-                    "name": c.function.name,
-                    "arguments": _arguments(number, c.function.arguments),
-                },
-            }
-            for c in message.tool_calls
-        ]
-    return entry
-
-
-def _arguments(number: int, text: str) -> dict[str, Any]:
-    try:
-        arguments = parse_shallow_json(text or "{}")
-        json.dumps(arguments, ensure_ascii=False).encode()  # no halves of characters
-    except ValueError:
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise BadParameterError(
-            f"messages.{number}.tool_calls", f"arguments {text[:80]!r} are no JSON object"
-        )
-    return arguments

@@ -145,6 +145,7 @@ class Sampled(Body):
 class TextPart(Strict):
     type: Literal["text"]
     text: str
+    cache_control: dict[str, Any] | None = Ignored
 
 
 class FunctionCall(Strict):
@@ -154,6 +155,7 @@ class FunctionCall(Strict):
 
 class ToolCall(Strict):
     id: str | None = None
+    index: int | None = Ignored  # of one that was put together from a stream
     type: Literal["function"] = "function"
     function: FunctionCall
 
@@ -194,6 +196,7 @@ class Function(Strict):
 class Tool(Strict):
     type: Literal["function"]
     function: Function
+    cache_control: dict[str, Any] | None = Ignored
 
 
 class ChosenName(Strict):

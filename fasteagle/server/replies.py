@@ -143,6 +143,11 @@ class Reply:
         """Return whether the answer was cut off before its own end."""
         return self.job.stats.finish not in ("eos", "stop")
 
+    @property
+    def is_broken(self) -> bool:
+        """Return whether the answer may end within a call: a stop string may be in one, too."""
+        return self.job.stats.finish != "eos"
+
     def whole(self, chunks: list[Chunk]) -> Json:
         """Return the choice of a request that does not stream."""
         raise NotImplementedError
@@ -226,7 +231,7 @@ class ChatReply(Reply):
     _begun = False
 
     def whole(self, chunks: list[Chunk]) -> Json:
-        pieces = [*(self.text.push(chunk) for chunk in chunks), self.text.finish(self.is_cut)]
+        pieces = [*(self.text.push(chunk) for chunk in chunks), self.text.finish(self.is_broken)]
         content = "".join(piece.content for piece in pieces)
         reasoning = "".join(piece.reasoning for piece in pieces)
         message: Json = {"role": "assistant", "content": content}
@@ -250,7 +255,7 @@ class ChatReply(Reply):
         yield event | (guessed(chunk, piece.n_guessed) if accepted else {})
 
     def last_parts(self) -> Iterator[Json]:
-        delta = self._delta(self.text.finish(self.is_cut))
+        delta = self._delta(self.text.finish(self.is_broken))
         if self.text.calls:
             delta["tool_calls"] = [{"index": i, **c} for i, c in enumerate(self._calls())]
         yield self.envelope(self.chunk_kind, [self.choice(self.finish, None, delta=delta)])

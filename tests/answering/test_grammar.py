@@ -17,11 +17,12 @@ from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.drafting.static_tree import StaticTreeDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
+from fasteagle.loading.tokenizer import ChatTokenizer
 from fasteagle.options import AnswerOptions, GrammarSpec, SamplingParams
 from fasteagle.shapes import FusedShape, TreeShape
 from helpers import TINY_VOCAB, captured_engine, eagle3_of, random_head
 
-pytest.importorskip("llguidance")
+llguidance = pytest.importorskip("llguidance")
 
 SCHEMA = {
     "type": "object",
@@ -184,9 +185,67 @@ def test_each_row_has_the_mask_of_its_own_path(compiler):
     assert torch.equal(rows, again)  # and it stands where it stood
 
 
+class Toy:
+    """A vocabulary of all bytes and of a few longer tokens, as llguidance reads one."""
+
+    eos_token_id, bos_token_id, special_token_ids = 256, None, (256,)
+    tokens = (*(bytes([i]) for i in range(256)), b"<end>", b'{"', b'":', b' "')
+    eos_ids = frozenset({eos_token_id})
+    special_in = ChatTokenizer.special_in
+    _marks = re.compile("<end>"), None
+
+    def __call__(self, text):
+        return list(text if isinstance(text, bytes) else text.encode())
+
+    def guidance(self, vocab_size):
+        return llguidance.LLTokenizer(llguidance.TokenizerWrapper(self))
+
+
+def test_the_mask_after_another_branch():
+    """llguidance 1.9 has another one after a rollback."""
+    compiler, (begin, key, text) = GrammarCompiler(Toy(), 260), (257, 258, 259)
+    spec = GrammarSpec("json_object")
+
+    def alone(path):
+        mask = compiler.start(spec)
+        mask.advance(path)
+        return mask.rows([0], [0], [True], 260)[0]
+
+    mask = compiler.start(spec)
+    mask.advance([begin, key])
+    rows = mask.rows([0, text, begin, ord("a")], [0, 0, 0, 2], [True] * 4, 260)
+    for row, path in enumerate(([], [text], [begin], [begin, ord("a")])):
+        assert torch.equal(rows[row], alone([begin, key, *path])), path
+    mask.advance([begin])
+    assert torch.equal(mask.rows([0], [0], [True], 260)[0], alone([begin, key, begin]))
+
+
+def test_an_end_comes_only_where_the_form_is_complete():
+    """Where a form demands the text of the token, too: that is no end."""
+    compiler = GrammarCompiler(Toy(), 260)
+    mask = compiler.start(GrammarSpec("grammar", 'start: "a<end>b" | "c"'))
+    assert not mask.rows([0], [0], [True], 260)[0, 256]
+    mask.advance([ord("c")])
+    assert mask.rows([0], [0], [True], 260)[0, 256]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        ("regex", r"a\<end\>b"),
+        ("json_schema", '{"const": "a<end>"}'),
+        ("json_schema", '{"enum": ["\\u003cend\\u003e"]}'),
+    ],
+)
+def test_forms_of_special_tokens_are_refused(spec):
+    with pytest.raises(FasteagleError, match="'<end>' is a special token of this model"):
+        GrammarCompiler(Toy(), 260).start(GrammarSpec(*spec))
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
+        (("regex", "(?=a)b"), "regex: .*look-around"),
         (("regex", "a("), "regex: "),
         (("grammar", "start: nothing"), "grammar: "),
         (("json_schema", '{"type": "nonsense"}'), "json_schema: "),

@@ -140,14 +140,14 @@ def test_what_cannot_be_honoured_is_named(live, changes, param):
 
 
 PICTURE = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "data:"}}]
-CACHED = [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]
+CACHED = [{"type": "text", "text": "a", "cached": {"type": "ephemeral"}}]
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (PICTURE, "messages.0.content.1.type: Input should be 'text'"),
-        (CACHED, "unknown parameter 'messages.0.content.0.cache_control'"),
+        (CACHED, "unknown parameter 'messages.0.content.0.cached'"),
         (3, "messages.0.content: Input should be a valid string"),
     ],
     ids=lambda value: str(value)[:60],

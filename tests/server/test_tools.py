@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 
+import httpx
 import openai
 import pytest
 from live_server import LLAMA, QWEN, WEATHER
@@ -351,6 +352,51 @@ def test_a_call_that_max_tokens_cuts(client, live, plant, monkeypatch, template,
         events = [e.choices[0] for e in ask(client, live, max_tokens=n, stream=True, **given)]
         assert events[-1].finish_reason == "length"
         assert not any(event.delta.content or event.delta.tool_calls for event in events)
+
+
+@pytest.mark.parametrize(
+    ("template", "stop"), [(QWEN, "\n"), (LLAMA, '"name"')], ids=["qwen", "llama"]
+)
+def test_a_call_that_a_stop_string_cuts(client, live, monkeypatch, template, stop):
+    """As where max_tokens cuts one, nothing of it is shown."""
+    monkeypatch.setattr(live.llm.tokenizer, "_template", template)
+    given = {"tool_choice": "required", "stop": [stop], "max_tokens": 60}
+    (whole,) = ask(client, live, **given).choices
+    assert not whole.message.content and not whole.message.tool_calls
+    assert whole.finish_reason == "stop"
+    events = [e.choices[0] for e in ask(client, live, stream=True, **given)]
+    assert not any(event.delta.content for event in events)
+    assert events[-1].finish_reason == "stop"
+
+
+def test_results_of_tools_are_in_the_order_of_their_calls(live, monkeypatch):
+    monkeypatch.setattr(live.llm.tokenizer, "_template", QWEN)
+
+    def call(name):
+        function = {"name": "weather", "arguments": json.dumps({"city": name})}
+        return {"id": name, "index": 0, "type": "function", "function": function}
+
+    def result(name, **more):
+        return {"role": "tool", "tool_call_id": name, "content": f"in {name}", **more}
+
+    asked = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": None, "tool_calls": [call(c) for c in ("a", "b", "c")]},
+    ]
+
+    def tokens(*results):
+        body = {"messages": [*asked, *results]}
+        return httpx.post(f"{live.url}/tokenize", json=body)
+
+    expected = tokens(result("a"), result("b"), result("c", content=None))
+    assert expected.status_code == 200, expected.text
+    found = tokens(result("c", content=None), result("a"), result("b"))
+    assert found.json()["tokens"] == expected.json()["tokens"]
+    anonymous = [{"role": "tool", "content": "x"}, {"role": "tool", "content": "y"}]
+    assert tokens(*anonymous).status_code == 200
+    refused = tokens(result("d"))
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "messages.2.tool_call_id"
 
 
 @pytest.mark.parametrize("step", [1, 4, 100])
