@@ -5,12 +5,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
+import functools
 import glob
 import json
 import os
 import shutil
+import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,21 @@ def home() -> Path:
     try:
         return Path.home()
     except RuntimeError:
-        return Path(tempfile.gettempdir(), f"fasteagle-{os.getuid()}")
+        return _temporary_home()
+
+
+@functools.cache
+def _temporary_home() -> Path:
+    """Return a folder that this user alone can write: code is loaded from it."""
+    place = Path(tempfile.gettempdir(), f"fasteagle-{os.getuid()}")
+    with contextlib.suppress(OSError):
+        place.mkdir(mode=0o700, exist_ok=True)
+        found = place.lstat()
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o22:
+            return place
+    other = Path(tempfile.mkdtemp(prefix="fasteagle-home-"))
+    atexit.register(shutil.rmtree, other, ignore_errors=True)
+    return other
 
 
 def cache_dir() -> Path:
@@ -200,6 +216,33 @@ def remove_damaged(folder: Path) -> None:
         return
     with contextlib.suppress(OSError), _temporary(folder.parent, folder.name) as place:
         folder.replace(place / folder.name)
+
+
+@contextlib.contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Make a folder that no other process writes meanwhile; raise `FasteagleError` where one does.
+
+    A file system without locks has none.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as lock:
+        try:
+            lock.enter_context(_locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB))
+        except BlockingIOError as error:
+            raise FasteagleError(
+                f"{folder} is being written by another process: wait for it, or give another --out"
+            ) from error
+        except OSError:
+            pass
+        yield
+
+
+def require_no_model(folder: Path, but: Collection[str] = ()) -> None:
+    """Raise `FasteagleError` where a folder holds weights or a config, beside files named `but`."""
+    kinds = "config.json", "*.safetensors*", "*.bin", "*.gguf"
+    found = sorted(path.name for kind in kinds for path in folder.glob(kind))
+    if others := [name for name in found if name not in but]:
+        raise FasteagleError(f"{folder} holds a model or a head ({others[0]}): give another --out")
 
 
 @contextlib.contextmanager

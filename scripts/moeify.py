@@ -46,7 +46,7 @@ from fasteagle.loading.rope_order import rope_order
 from fasteagle.loading.tensors import Checkpoint, save_tensors, write_json
 from fasteagle.model import MLP, MoE, Transformer
 from fasteagle.options import DEFAULT_MODEL
-from fasteagle.paths import atomic_dir
+from fasteagle.paths import atomic_dir, require_place, require_writable
 from fasteagle.prompts import read_conversations
 
 ROUNDS = 10  # of clustering
@@ -64,7 +64,13 @@ RIDGE = 1e-3  # of the mean square of an input
 @click.option(
     "--tokens", default=8192, show_default=True, type=click.IntRange(2048), help="Of it, to fit on."
 )
-@click.option("--steps", default=0, show_default=True, help="Of training, 1,024 tokens each.")
+@click.option(
+    "--steps",
+    default=0,
+    show_default=True,
+    type=click.IntRange(0),
+    help="Of training, 1,024 tokens each.",
+)
 @click.option("--lr", default=1e-3, show_default=True, help="Learning rate of that.")
 @click.option("--gguf", type=FILE, help="Write this file too; MODEL must be a GGUF file.")
 @click.option("--gguf-type", default="Q8_0", show_default=True, help="Type of its block linears.")
@@ -88,6 +94,16 @@ def main(
         raise FasteagleError(
             f"{model} is no GGUF file, whose tokenizer --gguf copies: leave it out"
         )
+    require_place(out)
+    if not 0 < lr <= 1:
+        raise FasteagleError(f"lr {lr} is out of range: use > 0 and <= 1")
+    if gguf is not None:
+        if gguf.exists():
+            raise FasteagleError(f"{gguf} is there already: give another --gguf")
+        require_writable(gguf)
+        kinds = "Q8_0", "Q4_0", "Q4_1", "F16", "F32"
+        if gguf_type not in kinds:
+            raise FasteagleError(f"GGUF type {gguf_type!r} is unknown: use {', '.join(kinds)}")
     top_k = top_k or experts
     config = moe_config(checkpoint.config, experts, top_k, copies)
     text = read_text(data, config, tokens, needed=top_k < experts or steps > 0)
@@ -326,8 +342,6 @@ def write_gguf(
     import gguf
 
     assert config.moe is not None, "see moe_config"
-    if kind not in gguf.GGMLQuantizationType.__members__:
-        raise FasteagleError(f"GGUF type {kind!r} is unknown: use Q8_0, Q4_0, Q4_1, F16 or F32")
     writer = gguf.GGUFWriter(path, "llama")
     own = ("general.architecture", "llama.feed_forward_length", "general.file_type")
     for key, field in gguf.GGUFReader(source.path).fields.items():

@@ -188,6 +188,8 @@ def test_what_cannot_be_made_is_one_line(tmp_path, moeify):
         (["--model", llama, "--top-k", "4", "--data", data], "has 512 tokens, and --tokens is"),
         (["--model", llama, "--steps", "4"], "give --data"),
         (["--model", llama, "--gguf", str(tmp_path / "x.gguf")], "leave it out"),
+        (["--model", llama, "--steps", "-5"], "not in the range"),
+        (["--model", llama, "--lr", "nan"], "lr nan is out of range"),
     ):
         done = CliRunner().invoke(moeify.main, [str(tmp_path / "out"), *arguments])
         assert done.exit_code == 2 and message in done.output, done.output

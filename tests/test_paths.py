@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -157,13 +158,50 @@ def test_two_writers_of_one_file_do_not_meet(tmp_path):
     assert target.read_text() == "first, whole" and list(tmp_path.iterdir()) == [target]
 
 
-def test_a_user_without_a_home_has_a_temporary_one(monkeypatch):
+def test_one_process_writes_a_folder(tmp_path):
+    out = tmp_path / "a" / "out"
+    with paths.only_writer(out):
+        refused = pytest.raises(FasteagleError, match="is being written by another process")
+        with refused, paths.only_writer(out):
+            pass
+        with paths.only_writer(tmp_path / "other"):
+            pass
+    with paths.only_writer(out):
+        pass
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors.index.json", "pytorch_model.bin", "a.gguf"]
+)
+def test_a_folder_of_a_model_is_no_place_for_other_files(tmp_path, name):
+    (tmp_path / "text.jsonl").write_text("")
+    paths.require_no_model(tmp_path)
+    paths.require_no_model(tmp_path / "missing")
+    (tmp_path / name).write_text("")
+    with pytest.raises(FasteagleError, match=re.escape(f"({name}): give another --out")):
+        paths.require_no_model(tmp_path)
+
+
+def test_a_user_without_a_home_has_a_temporary_one_that_is_its_own(monkeypatch, tmp_path):
     def unknown():
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", unknown)
-    assert cache_dir().is_relative_to(tempfile.gettempdir())
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    usual = tmp_path / f"fasteagle-{os.getuid()}"
+    for made in ("now", "before", "by others", "a link"):
+        paths._temporary_home.cache_clear()
+        if made == "by others":
+            usual.chmod(0o777)
+        if made == "a link":
+            usual.rmdir()
+            usual.symlink_to(tmp_path)
+        is_own = made in ("now", "before")
+        place = cache_dir()
+        assert place.is_relative_to(usual) == is_own and place.is_relative_to(tmp_path), made
+        assert cache_dir() == place and place.parents[1].stat().st_mode & 0o77 == 0
+    paths._temporary_home.cache_clear()
 
 
 def test_a_part_of_the_cache_that_cannot_be_written(tmp_path, monkeypatch):

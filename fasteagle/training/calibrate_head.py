@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import itertools
 import json
+import os
 import shutil
 import statistics
 import tempfile
@@ -31,7 +32,7 @@ from fasteagle.loading.open import OpenedModel, Runtime, open_model
 from fasteagle.loading.tensors import fingerprint, read_json
 from fasteagle.model import EagleHead, Transformer
 from fasteagle.options import RuntimeOptions
-from fasteagle.paths import cache_dir, require_writable, write_atomic
+from fasteagle.paths import cache_dir, only_writer, require_no_model, require_writable, write_atomic
 from fasteagle.prompts import Conversation, read_conversations
 from fasteagle.quant.scheme import Scheme
 from fasteagle.training.data import cached_features, choose_held_out, frequent_tokens, store_key
@@ -73,17 +74,21 @@ def calibrate_head(model: str, runtime: RuntimeOptions, options: CalibrateOption
         f"calibrating {head.origin} to {prepared.name} at {scheme.name}: about "
         f"{options.minutes:g} minutes"
     )
-    out = (options.out or cache_dir() / "heads" / identity).absolute()  # "." has no name
+    # "." and ".." have no name.
+    out = Path(os.path.abspath(options.out or cache_dir() / "heads" / identity))
+    if not out.name:
+        raise FasteagleError(f"out {out} is no place for a head: name a folder in it")
     folder = out.with_name(out.name + ".calibrating")
-    work = Work(folder, _key(identity, scheme, head, options), options.resume, begun)
-    target = Runtime(prepared.name, prepared.checkpoint, prepared.tokenizer, prepared.engine())
-    conversations = _text(target, options, work)
-    unless_short(
-        lambda: _calibrate(target, head, identity, conversations, options, work, out),
-        lambda: short_of_memory("calibrating", prepared.device, lambda free: SHORT_OF_MEMORY),
-    )
-    note(f"head written to {out}")
-    shutil.rmtree(folder)
+    with only_writer(folder):
+        work = Work(folder, _key(identity, scheme, head, options), options.resume, begun)
+        target = Runtime(prepared.name, prepared.checkpoint, prepared.tokenizer, prepared.engine())
+        conversations = _text(target, options, work)
+        unless_short(
+            lambda: _calibrate(target, head, identity, conversations, options, work, out),
+            lambda: short_of_memory("calibrating", prepared.device, lambda free: SHORT_OF_MEMORY),
+        )
+        note(f"head written to {out}")
+        shutil.rmtree(folder)
 
 
 def _check_early(opened: OpenedModel, runtime: RuntimeOptions, options: CalibrateOptions) -> None:
@@ -107,6 +112,8 @@ def _check_early(opened: OpenedModel, runtime: RuntimeOptions, options: Calibrat
             f"{LEAST_TOKENS:,} or more"
         )
     if options.out is not None:
+        if not (options.out / "calibration.json").exists():
+            require_no_model(options.out)
         require_writable(options.out / "config.json")
 
 
@@ -271,6 +278,8 @@ class Work:
                     "remove it"
                 )
             require_same(folder, self._state["key"], key)
+        elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise FasteagleError(f"{folder} is no folder of a calibration: move it, or its files")
         folder.mkdir(parents=True, exist_ok=True)
         self._begun = begun - self._state["spent"]
         self._save()

@@ -27,6 +27,8 @@ class DataFile:
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
         self._path = path
+        if path.exists() and not path.is_file():  # a pipe or a device has no end
+            raise FasteagleError(f"{path} is no file that can be continued: give another --out")
         require_writable(path)
         self.next_number = 0
         self.conversations = 0  # with an answer in the file

@@ -168,6 +168,7 @@ def _unrolled_attention(
 
 def _down(x: Tensor, n: int) -> Tensor:
     """Shift rows (dim -2) down by n, zeros above."""
+    n = min(n, x.shape[-2])
     return F.pad(x[..., : x.shape[-2] - n, :], (0, 0, n, 0)) if n else x
 
 

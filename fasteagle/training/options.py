@@ -93,6 +93,8 @@ class TrainOptions:
             raise FasteagleError(
                 "--tap-layers and --borrow-lm-head are for EAGLE-3 heads: give --algorithm eagle3"
             )
+        if not self.ce_weight and not self.feature_weight:
+            raise FasteagleError("ce-weight 0 and feature-weight 0 train nothing: give one of them")
 
     @property
     def recipe(self) -> str:

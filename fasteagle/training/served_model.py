@@ -120,7 +120,7 @@ class ServedModel:
                 time.sleep(FIRST_DELAY * 2 ** (attempt - 1))
             try:
                 request = urllib.request.Request(self._url, data, self._headers)
-                with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
+                with OPENER.open(request, timeout=TIMEOUT) as response:
                     return json.loads(response.read())
             except urllib.error.HTTPError as error:
                 problem = f"HTTP {error.code}: {_message(error)}"
@@ -146,6 +146,16 @@ class ServedModel:
                     f"{self._url}: the answer is not JSON: is --base-url right?"
                 ) from error
         raise FasteagleError(f"{self._url}: {problem} ({TRIES} tries): run again to go on")
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Refuses to go elsewhere, where the API key would go too."""
+
+    def redirect_request(self, request: Any, file: Any, code: int, *rest: Any) -> None:
+        return None
+
+
+OPENER = urllib.request.build_opener(_NoRedirects)
 
 
 def _message(error: urllib.error.HTTPError) -> str:

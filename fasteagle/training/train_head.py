@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sys
@@ -22,7 +23,7 @@ from fasteagle.loading.tensors import files_digest, fingerprint
 from fasteagle.model import EagleHead, Transformer
 from fasteagle.option_fields import require_unset
 from fasteagle.options import RuntimeOptions
-from fasteagle.paths import cache_dir, require_writable, write_atomic
+from fasteagle.paths import cache_dir, only_writer, require_no_model, require_writable, write_atomic
 from fasteagle.prompts import Conversation, read_conversations, read_questions
 from fasteagle.training.data import (
     Features,
@@ -55,6 +56,14 @@ def train_head(
             "a head is trained on weights that fasteagle quantizes: leave -torchao out"
         )
     ranks = join()
+    with only_writer(run.out) if ranks.is_first else contextlib.nullcontext():
+        _train_head(model, runtime_options, run, options, ranks)
+
+
+def _train_head(
+    model: str, runtime_options: RuntimeOptions, run: TrainRun, options: TrainOptions, ranks: Ranks
+) -> None:
+    """Train a draft head in `run.out`, which no other run writes meanwhile."""
     device = local_device()
     if device is not None and runtime_options.device == "auto":
         runtime_options = dataclasses.replace(runtime_options, device=device)
@@ -77,8 +86,12 @@ def train_head(
     head, loss_ids = head_to_train(target, training, init, options)
     origin = f"{text} {None if run.init is None else files_digest(run.init)}"
     trainer = Trainer(head, target, store, held_out, loss_ids, options, run.out, origin, ranks)
-    if run.resume and trainer.resume() and ranks.is_first:
-        note(f"continuing at step {trainer.step:,}")
+    if run.resume and ranks.is_first:
+        found = trainer.resume()
+        where = f"continuing at step {trainer.step:,}"
+        note(where if found else f"nothing to continue in {run.out}: training begins at step 0")
+    elif run.resume:
+        trainer.resume()
     if ranks.is_first:
         with TrainingBar(trainer) as bar:
             trainer.run(bar.report, run.every, patience=run.patience, tick=bar.tick)
@@ -101,6 +114,8 @@ def _check_place(run: TrainRun) -> None:
         raise FasteagleError(
             f"{run.out} holds a finished head: give another --out, and --init to train it further"
         )
+    if not state.exists():
+        require_no_model(run.out)
 
 
 def _data(

@@ -113,6 +113,22 @@ def test_a_run_that_was_cut_off_goes_on_and_chat_finds_the_head(
     assert said.exit_code == 0 and "warning" not in said.stderr, said.stderr
 
 
+def test_what_is_there_is_not_written_over(text, tmp_path, no_compiler):
+    folder, head = written(tmp_path)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    refused = invoke(*calibrate(folder, head, folder, "--data", text, "--steps", 1))
+    assert refused.exit_code == 2 and "holds a model or a head" in refused.stderr
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    notes = tmp_path / "out.calibrating" / "notes.txt"
+    notes.parent.mkdir()
+    notes.write_text("mine")
+    refused = invoke(*calibrate(folder, head, tmp_path / "out", "--data", text, "--steps", 1))
+    assert refused.exit_code == 2 and "is no folder of a calibration" in refused.stderr
+    assert notes.read_text() == "mine"
+    refused = invoke(*calibrate(folder, head, "/", "--data", text, "--steps", 1))
+    assert refused.exit_code == 2 and "no place for a head" in refused.stderr
+
+
 @pytest.mark.parametrize("algorithm", ["eagle1", "eagle3"])
 @pytest.mark.parametrize("is_better", [True, False])
 def test_only_a_better_head_is_kept(algorithm, is_better, text, tmp_path, monkeypatch, no_compiler):

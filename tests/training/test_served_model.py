@@ -124,6 +124,21 @@ def test_a_server_answers(stub, ask, tiny_dir, tmp_path):
     assert "secret" not in written
 
 
+def test_a_key_goes_to_the_server_that_was_named(stub, ask, monkeypatch):
+    elsewhere, get = [], lambda handler: elsewhere.append(handler.path)
+    monkeypatch.setattr(stub.RequestHandlerClass, "do_GET", get, raising=False)
+
+    def redirects(handler):
+        handler.send_response(302)
+        handler.send_header("Location", f"{stub.url}/elsewhere")
+        handler.send_header("Content-Length", "0")
+        handler.end_headers()
+
+    monkeypatch.setattr(stub.RequestHandlerClass, "do_POST", redirects)
+    done = ask(f"{stub.url}/v1", "--api-key", "secret")
+    assert done.exit_code != 0 and "HTTP 302" in done.stderr and not elsewhere
+
+
 def test_several_requests_at_once(stub, ask, tmp_path):
     stub.delay = 0.2
     assert ask(stub.url, "--batch", 3).exit_code == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from fasteagle.cli import main as cli
 from fasteagle.loading.checkpoint import open_checkpoint
 from fasteagle.loading.heads.read import load_head
 from fasteagle.loading.tensors import fingerprint
-from fasteagle.paths import cache_dir
+from fasteagle.paths import cache_dir, only_writer
 from fasteagle.training import train_head as module
 from helpers import edit_json, write_random_text
 
@@ -176,7 +177,7 @@ def test_prompts_are_answered_and_trained_on(tiny_dir, tmp_path, no_compiler):
     assert "12 conversations | " in done.stderr
     lines = [json.loads(line) for line in (out / "text.jsonl").read_text().splitlines()]
     assert [line["T"] for line in lines[:4]] == [0.0, 0.7, 0.0, 0.7]
-    for name in ("model.safetensors", "training.json"):
+    for name in ("model.safetensors", "config.json", "training.json"):
         (out / name).unlink()  # else nothing is trained here
     # A last line that was cut off is written again, the others are kept.
     (out / "text.jsonl").write_text("\n".join(json.dumps(line) for line in lines)[:-5])
@@ -218,6 +219,39 @@ def test_runs_that_cannot_go_on_say_so(tiny_dir, text_file, tmp_path, no_compile
     ):
         refused = invoke(*more, *wrong)
         assert refused.exit_code == 2 and message in refused.stderr
+
+
+def test_what_is_there_is_not_written_over(tiny_dir, text_file, tmp_path, no_compiler):
+    model = shutil.copytree(tiny_dir, tmp_path / "model")
+    (model / "model.safetensors").rename(model / "model-00001-of-00001.safetensors")
+    before = {path.name: path.read_bytes() for path in model.iterdir()}
+    refused = invoke(*command(tiny_dir, text_file, model, "--steps", 1))
+    assert refused.exit_code == 2 and "holds a model or a head" in refused.stderr
+    assert {path.name: path.read_bytes() for path in model.iterdir()} == before
+    out = tmp_path / "out"
+    with only_writer(out):
+        refused = invoke(*command(tiny_dir, text_file, out, "--steps", 1))
+    assert refused.exit_code == 2 and "written by another process" in refused.stderr
+    done = invoke(*command(tiny_dir, text_file, out, "--steps", 1), "--resume")
+    assert done.exit_code == 0 and "nothing to continue in" in done.stderr
+
+
+@pytest.mark.parametrize("size", ["2", "x"])
+def test_a_size_of_the_world_without_torchrun(tiny_dir, text_file, tmp_path, monkeypatch, size):
+    monkeypatch.setenv("WORLD_SIZE", size)
+    refused = invoke(*command(tiny_dir, text_file, tmp_path / "out", "--steps", 1))
+    assert refused.exit_code == 2 and "or unset WORLD_SIZE" in refused.stderr
+
+
+def test_conversations_shorter_than_the_steps_ahead(tiny_dir, tmp_path, no_compiler):
+    text = tmp_path / "short.jsonl"
+    line = {"ids": [5, 6, 7, 8], "prompt_len": 1, "T": 0}
+    text.write_text((json.dumps(line) + "\n") * 30)
+    short = command(tiny_dir, text, tmp_path / "out", "--steps", 2, "--batch-tokens", 3)
+    done = invoke(*short, "--self-fed-steps", 6)
+    assert done.exit_code == 0, done.stderr
+    nothing = invoke(*short, "--ce-weight", 0, "--feature-weight", 0)
+    assert nothing.exit_code == 2 and "train nothing" in nothing.stderr
 
 
 def kill_at_first_save(*arguments: object, compiled: bool) -> None:
