@@ -157,34 +157,6 @@ def apply_norm(norm: nn.Module, x: Tensor) -> Tensor:
     return normed
 
 
-def place(
-    attention: Attention,
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    slots: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    ops: Ops,
-) -> Tensor:
-    """Return queries [G, group * T, E] for `attend`; write keys and values into their slots.
-
-    `qkv` [T, (H + 2 G) E] is the product of `attention`, before norms of heads and RoPE.
-    """
-    T, G, E = qkv.shape[0], attention.n_kv_head, attention.head_dim
-    q, k, v = qkv.view(T, -1, E).split((attention.n_head, G, G), dim=1)  # [T, H or G, E]
-    if attention.norm_whole:
-        q = ops.norm(attention.q_norm, q.flatten(1)).view(T, -1, E)
-        k = ops.norm(attention.k_norm, k.flatten(1)).view(T, -1, E)
-    else:
-        q, k = ops.norm(attention.q_norm, q), ops.norm(attention.k_norm, k)
-    q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-    ops.write(k_cache, slots, k.transpose(0, 1))
-    ops.write(v_cache, slots, v.transpose(0, 1))
-    q = q.view(T, G, attention.n_head // G, E).permute(1, 2, 0, 3)
-    return q.reshape(G, attention.n_head // G * T, E)
-
-
 class Ops(NamedTuple):
     """Operations of a pass that a backend may replace; the defaults are the core's.
 
@@ -230,11 +202,20 @@ class Attention(nn.Module):
         v_cache: Tensor,
         ops: Ops = CORE,
     ) -> Tensor:
-        T = x.shape[0]
-        q = place(self, self.qkv(x), cos, sin, slots, k_cache, v_cache, ops)
-        y = ops.attend(q, k_cache, v_cache, mask)  # [G, group * T, E]
-        y = y.view(self.n_kv_head, -1, T, self.head_dim).permute(2, 0, 1, 3)
-        return self.out(y.reshape(T, self.n_head * self.head_dim))
+        T, G, E = x.shape[0], self.n_kv_head, self.head_dim
+        q, k, v = self.qkv(x).view(T, -1, E).split((self.n_head, G, G), dim=1)  # [T, H or G, E]
+        if self.norm_whole:
+            q = ops.norm(self.q_norm, q.flatten(1)).view(T, -1, E)
+            k = ops.norm(self.k_norm, k.flatten(1)).view(T, -1, E)
+        else:
+            q, k = ops.norm(self.q_norm, q), ops.norm(self.k_norm, k)
+        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        ops.write(k_cache, slots, k.transpose(0, 1))
+        ops.write(v_cache, slots, v.transpose(0, 1))
+        q = q.view(T, G, self.n_head // G, E).permute(1, 2, 0, 3)
+        y = ops.attend(q.reshape(G, -1, E), k_cache, v_cache, mask)  # [G, group * T, E]
+        y = y.view(G, -1, T, E).permute(2, 0, 1, 3)
+        return self.out(y.reshape(T, self.n_head * E))
 
 
 class MLP(nn.Module):
@@ -362,24 +343,9 @@ class Block(nn.Module):
         entry: Tensor | None = None,
         ops: Ops = CORE,
     ) -> Tensor:
-        x = self.add_attention(x, cos, sin, slots, mask, k_cache, v_cache, entry, ops)
-        return x + self.mlp(ops.norm(self.mlp_norm, x))
-
-    def add_attention(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        slots: Tensor,
-        mask: Visible,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        entry: Tensor | None = None,
-        ops: Ops = CORE,
-    ) -> Tensor:
-        """Return `x + attention`, the residual stream before the feed-forward layer."""
         entry = ops.norm(self.attention_norm, x) if entry is None else entry
-        return x + self.attention(entry, cos, sin, slots, mask, k_cache, v_cache, ops)
+        x = x + self.attention(entry, cos, sin, slots, mask, k_cache, v_cache, ops)
+        return x + self.mlp(ops.norm(self.mlp_norm, x))
 
 
 def run_blocks(
