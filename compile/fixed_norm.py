@@ -76,7 +76,7 @@ def keep_sums_finite(blocks: nn.Module, name: str) -> None:
 def expect_normed_inputs(blocks: Iterable[Block]) -> None:
     """Let the products behind a block's norms take their inputs unchecked, if scales allow it.
 
-    In prompts the core runs these products, and would look for values beyond fp16 in every row.
+    The core runs blocks that do not fit, and would look for values beyond fp16 in every row.
     """
     for block in blocks:
         pairs = (block.attention_norm, block.attention.qkv), (block.mlp_norm, block.mlp.gate_up)

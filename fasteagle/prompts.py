@@ -39,7 +39,7 @@ def json_lines(path: Path) -> Iterator[tuple[str, str]]:
     `splitlines` would also split at Unicode line separators within texts.
     """
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     yield line, f"{path}, line {number}"

@@ -52,6 +52,13 @@ def test_bad_conversations(tmp_path, line, message):
     assert str(caught.value).startswith(f"{path}, line 2: ") and message in str(caught.value)
 
 
+def test_a_mark_of_the_byte_order(tmp_path):
+    """Editors of Windows write one."""
+    path = tmp_path / "q.jsonl"
+    path.write_text('{"turns": ["hi"]}\n', "utf-8-sig")
+    assert read_questions(path, None) == [Question(("hi",))]
+
+
 def test_line_separators_inside_of_a_text(tmp_path):
     """JSON may hold U+2028 as it is; a line ends only at a line feed."""
     path = tmp_path / "q.jsonl"

@@ -9,6 +9,7 @@ import gc
 import os
 import sys
 from collections.abc import Collection, Iterator
+from pathlib import Path
 from typing import Any
 
 import click
@@ -114,3 +115,15 @@ def refuse_given(names: Collection[str], problem: str) -> None:
         if name in names and context.get_parameter_source(name) is not ParameterSource.DEFAULT:
             flag = (*option.opts, *option.secondary_opts)[-1]
             raise FasteagleError(f"{flag} {problem}")
+
+
+class UserPath(click.Path):
+    """Path in which ~ is the home folder also where no shell has expanded it, as after `--out=`."""
+
+    def __init__(self, **more: Any) -> None:
+        super().__init__(path_type=Path, **more)
+
+    def convert(self, value: Any, *context: Any) -> Any:
+        with contextlib.suppress(RuntimeError):  # of a user without a home
+            value = os.path.expanduser(value)
+        return super().convert(value, *context)

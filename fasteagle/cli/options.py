@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import click
 
+from fasteagle.cli.command import UserPath
 from fasteagle.errors import FasteagleError, reason_of
 from fasteagle.option_fields import UNSAID, flag_of, option, require_word
 from fasteagle.options import (
@@ -38,8 +39,8 @@ Option = Callable[[Command], Command]
 Values = dict[str, Any]  # values of options by parameter
 Made = TypeVar("Made")
 
-FILE = click.Path(path_type=Path, dir_okay=False)
-FOLDER = click.Path(path_type=Path, file_okay=False)
+FILE = UserPath(dir_okay=False)
+FOLDER = UserPath(file_okay=False)
 
 
 class Numbers(click.ParamType):
@@ -89,7 +90,7 @@ _KINDS = {
     "file": FILE,
     "folder": FOLDER,
     "numbers": Numbers(),
-    "existing folder": click.Path(path_type=Path, file_okay=False, exists=True),
+    "existing folder": UserPath(file_okay=False, exists=True),
 }
 
 

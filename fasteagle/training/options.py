@@ -47,6 +47,7 @@ class TrainOptions:
         None,
         "Keys that the head sees, for long texts.  [default: all, or as --init does]",
         least=LEAST_WINDOW,
+        most=2**31 - 1,
     )
     loss: str = option(
         "paper",
@@ -60,7 +61,7 @@ class TrainOptions:
     weight_decay: float = option(0.0, least=0, most=1)
     clip: float = option(0.5, above=0)  # of the gradient's norm
     noise: float | None = option(
-        None, "Uniform, on the features.  [default: 0.1; EAGLE-3: 0]", least=0, below=math.inf
+        None, "Uniform, on the features.  [default: 0.1; EAGLE-3: 0]", least=0, most=100
     )
     ce_weight: float | None = option(
         None, "Of the token loss.  [default: 0.1; EAGLE-3, LK: 1]", least=0, below=math.inf
@@ -69,12 +70,15 @@ class TrainOptions:
         None, "Of the feature loss.  [default: 1; else: 0]", least=0, below=math.inf
     )
     self_fed_steps: int | None = option(
-        None, "Further steps on the head's own features.  [default: 0; EAGLE-3: 6]", least=0
+        None,
+        "Further steps on the head's own features.  [default: 0; EAGLE-3: 6]",
+        least=0,
+        most=64,
     )
     self_fed_decay: float = option(0.8, "Weight of each further step.", least=0, most=1)
     batch_tokens: int = option(4096, least=1)
     steps: int = option(2000, least=1)
-    warmup: int = option(100, least=0)
+    warmup: int = option(100, least=0, most=2**31)
     draft_vocab_size: int | None = option(
         None, "Tokens drafted, the most frequent.  [default: those of --init, or 16384]", least=1
     )
@@ -143,7 +147,9 @@ class TrainRun:
         "Keep the target's features on disk, or compute them for every batch.",
         kind=("cached", "live"),
     )
-    patience: int | None = option(None, "Stop after so many evaluations without gain.", least=1)
+    patience: int | None = option(
+        None, "Stop after so many evaluations without gain, with the head as it is then.", least=1
+    )
 
     def __post_init__(self) -> None:
         check(self)

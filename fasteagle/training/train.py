@@ -20,7 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from fasteagle.config import Eagle3Config, HeadConfig, draft_block
-from fasteagle.errors import FasteagleError
+from fasteagle.errors import FasteagleError, note
 from fasteagle.loading.open import OpenedModel, Runtime
 from fasteagle.loading.pickles import unpickled
 from fasteagle.model import Eagle3Head, EagleHead, Transformer, make_head
@@ -72,6 +72,8 @@ def new_head(target: Transformer, draft_ids: Tensor, options: TrainOptions) -> E
             head.own_lm_head.weight.copy_(target.head_rows(ids))
     return head
 
+
+SAVE_SECONDS = 60.0  # most of a run's work that an interruption costs
 
 _STATE = {  # of a run: what is saved, and its type
     "head": dict,
@@ -180,7 +182,8 @@ class Trainer:
         schedule = batches(self.store, self.training, self.options)
         for _ in range(self.step):
             next(schedule)
-        begun, tokens, losses = time.perf_counter(), 0, []
+        begun = saved = time.perf_counter()
+        tokens, losses = 0, []
         while self.step < self.options.steps:
             share = self.ranks.share(next(schedule))
             loss, n_rows = self._update(make_batch(self.store, share, device) if share else None)
@@ -200,8 +203,10 @@ class Trainer:
                 self.history.append(entry)
                 report(entry)
                 begun, tokens, losses = time.perf_counter(), 0, []
-            if self.ranks.is_first and (self.step % save_every == 0 or last):
+            is_due = self.step % save_every == 0 or time.perf_counter() - saved > SAVE_SECONDS
+            if self.ranks.is_first and (is_due or last):
                 self.save()
+                saved = time.perf_counter()
             if patience and self._stalled(patience):
                 return
 
@@ -278,12 +283,15 @@ class TrainingBar:
     def report(self, entry: dict[str, Any]) -> None:
         self._held = f" | 0-alpha {entry['alphas'][0]:.3f} | tau {entry['tau']:.2f}"
         alphas = " ".join(f"{alpha:.3f}" for alpha in entry["alphas"])
-        self._progress.console.out(
+        line = (
             f"step {entry['step']:,} of {self._steps:,} | loss {entry['loss']:.4f} | "
             f"n-alpha {alphas} | tau {entry['tau']:.2f} | TV {entry['tv'][0]:.3f} | "
-            f"{entry['tok_s']:,} tok/s",
-            highlight=False,
+            f"{entry['tok_s']:,} tok/s"
         )
+        if self._progress.disable:
+            note(line)  # who reads it may leave
+        else:
+            self._progress.console.out(line, highlight=False)
 
 
 def head_header(

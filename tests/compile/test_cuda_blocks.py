@@ -13,6 +13,7 @@ import torch
 
 from device_checks import check_cache_in_8_bits, check_order, check_step_of_head
 from fasteagle.config import MoEConfig
+from fasteagle.decoding.cycle import EAGER
 from fasteagle.drafting.draft_head import top_children
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import FasteagleError
@@ -151,6 +152,9 @@ def test_what_several_answers_share(name):
     backend._pass.is_captured = False
     assert backend.verify_together([], []) == ["outputs"], "this one ran without a graph"
     assert not backend.shares_passes and backend.describe().endswith(turns)
+    alone = EAGER._replace(verify=lambda state, target, proposal: (state, proposal))
+    with mock.patch.object(KernelBackend, "pieces", alone):  # with the bits of a row alone
+        assert backend.verify_together([1, 2], [3, 4]) == [(1, 3), (2, 4)]
     backend = KernelBackend(model)
     backend.leave("passes")
     assert not backend.shares_passes

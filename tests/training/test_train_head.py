@@ -122,6 +122,39 @@ def test_a_head_to_begin_from_keeps_its_draft_vocabulary(
     assert len(load_head(tmp_path / "given", config)[0].target_ids()) == 90
 
 
+def test_home_in_a_path_that_no_shell_has_expanded(
+    tiny_dir, text_file, tmp_path, monkeypatch, no_compiler
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    files = ("--model", tiny_dir, "--data", text_file, "--out=~/head")
+    words = (*files, "--held-out", 4, "--steps", 1)
+    done = invoke("train-head", *words)
+    assert done.exit_code == 0, done.stderr
+    assert (tmp_path / "head" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    "wrong", [("warmup", 2**40), ("window", 2**40), ("self-fed-steps", 65), ("noise", 1e6)], ids=str
+)
+def test_numbers_beyond_what_can_be_computed(tiny_dir, text_file, tmp_path, wrong):
+    name, value = wrong
+    refused = invoke(*command(tiny_dir, text_file, tmp_path / "out", f"--{name}", value))
+    assert refused.exit_code == 2 and f"{name} {value}" in refused.stderr, refused.stderr
+
+
+def test_progress_goes_on_when_its_reader_has_left(tiny_dir, text_file, tmp_path):
+    out = tmp_path / "out"
+    words = command(tiny_dir, text_file, out, "--steps", 4, "--every", 1)
+    code = "from fasteagle.cli.main import main; main()"
+    run = [sys.executable, "-c", code, *map(str, words)]
+    process = subprocess.Popen(run, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    process.stderr.readline()
+    process.stderr.close()
+    process.wait(120)
+    assert (out / "model.safetensors").exists()
+
+
 def test_a_run_goes_on_only_with_the_head_that_it_began_from(
     tiny_dir, text_file, tmp_path, monkeypatch, no_compiler
 ):
