@@ -28,7 +28,7 @@ from fasteagle.drafting.draft_head import DraftOps
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.thresholds import Thresholds
 from fasteagle.errors import FasteagleError, first_line, is_out_of_memory, note
-from fasteagle.model import EagleHead, Output, Target
+from fasteagle.model import EagleHead, Output, PromptView, Target, Visible
 from fasteagle.options import SamplingParams
 from fasteagle.paths import cache_dir, keep
 from fasteagle.quant import cpu_build
@@ -55,6 +55,7 @@ STEP_TOLERANCE = 0.1  # for draft logits; 16 chains of 4 levels: 0.012 to 0.033
 CHAIN_TOLERANCE = 0.25  # for path probabilities of 3 levels; 16 chains: 0.003 to 0.085
 SLOTS = 256
 PREFIX = 16  # committed tokens of the pass
+LONG_PREFIX = 80  # of a prompt whose products are cuBLAS's
 PENDING = 3  # committed pairs that the draft head reads first
 LEVELS = 3  # tokens of the chain that it drafts
 
@@ -166,14 +167,17 @@ def _products(module: nn.Module) -> tuple[Tensor, Tensor]:
     results, references = [], []
     for linear in kinds.values():
         device, N = next(linear.buffers()).device, linear.out_features
-        x = _random(ROWS, linear.in_features, device=device)
         columns = torch.arange(0, N, max(1, N // COLUMNS), device=device)
-        expected = x @ linear.rows(columns).float().T
-        if linear.bias is not None:
-            expected = expected + linear.bias[columns]
-        scale = 1 / expected.norm().clamp(min=1e-30)  # each product counts alike
-        results.append((scale * linear.exact(x)[:, columns]).flatten())
-        references.append((scale * expected).flatten())
+        weight = linear.rows(columns).float()
+        # Of more than 64 rows on CUDA they are cuBLAS's, over weights that a kernel dequantizes.
+        for n in (ROWS, *[LONG_PREFIX] * isinstance(linear, InterleavedLinear)):
+            x = _random(n, linear.in_features, device=device)
+            expected = x @ weight.T
+            if linear.bias is not None:
+                expected = expected + linear.bias[columns]
+            scale = 1 / expected.norm().clamp(min=1e-30)  # each product counts alike
+            results.append((scale * linear.exact(x)[:, columns]).flatten())
+            references.append((scale * expected).flatten())
     if not results:
         return torch.ones(1), torch.ones(1)
     return torch.cat(results), torch.cat(references)
@@ -187,22 +191,23 @@ def _passes(backend: Backend) -> tuple[Tensor, Tensor]:
     """Return the logits of a small tree after a short text, by the backend and the core.
 
     Before the tree the core reads the text: with random keys and values the rounding of activations
-    alone changes logits by half of their norm. Features of the text are compared too on CUDA, where
-    nothing is rounded and prompts run by other kernels than trees.
+    alone changes logits by half of their norm. Features of a longer text are compared too on CUDA,
+    where nothing is rounded and prompts of many rows run by other kernels than trees.
     """
     core, device = backend.core, _device(backend)
-    state = _state(core)
-    tokens, slots = torch.arange(PREFIX, device=device), torch.arange(PREFIX, device=device)
-    mask = torch.ones(PREFIX, SLOTS, dtype=torch.bool, device=device).tril()
-    prompt = tokens % core.config.vocab_size, slots, slots, mask, state.cache
-    on_cpu = device.type == "cpu"
-    readers = [core] if on_cpu else [backend.target, core]
-    read = [target.encode(*prompt)[0].float() for target in readers]
+    state, is_cuda = _state(core), backend.name == "cuda"
+    rows = torch.arange(LONG_PREFIX if is_cuda else PREFIX, device=device)
+    mask = torch.ones(len(rows), SLOTS, dtype=torch.bool, device=device).tril()
+    readers: list[tuple[Target, Visible]] = [(core, mask)]
+    if is_cuda:
+        readers.insert(0, (backend.target, PromptView(len(rows), rows)))
+    prompt = rows % core.config.vocab_size, rows, rows
+    read = [target.encode(*prompt, seen, state.cache)[0].float() for target, seen in readers]
     text, results = state.cache.rows.clone(), []
     for target, verify in ((backend.target, backend.pieces.verify), (core, EAGER.verify)):
         state.cache.rows.copy_(text)
         results.append(verify(state, target, _proposal(state)).logits.float())
-    parts = [results] if on_cpu else [read, results]
+    parts = [read, results] if is_cuda else [results]
     own, reference = zip(*parts, strict=True)
     scales = [1 / rows.norm() for rows in reference]  # each part counts as much as the others
     return _joined(own, scales), _joined(reference, scales)

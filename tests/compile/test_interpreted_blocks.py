@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
 
 from device_checks import check_cache_in_8_bits, check_order, check_step_of_head, close, random_pool
-from fasteagle.compile import cuda_backend, cuda_blocks, cuda_ops
+from fasteagle.compile import cuda_backend, cuda_blocks, cuda_ops, proof
 from fasteagle.compile.int8_cache import dense_rows
 from fasteagle.compile.kernels import block_kernels, draft_kernels, gate_kernels
 from fasteagle.drafting.draft_head import top_children
@@ -91,6 +91,30 @@ def test_a_prompt(name, kv, kernels_on_cpu):
     assert kernels_on_cpu.launches["rope_kernel"] == 2 * layers
     assert kernels_on_cpu.launches["gate_row_kernel"] == 2 * layers
     assert kernels_on_cpu.launches["norm_kernel"] == 2 * (2 * layers + 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", [None, "gate_rows", "_large", "prompt_attention"])
+def test_the_proof_sees_kernels_of_long_prompts(wrong, monkeypatch):
+    """More rows than decoding has: their products, gate and attention are others."""
+    model, _ = packed_target("gqa")
+    backend = KernelBackend(model)
+    places = {"gate_rows": gate_kernels, "_large": quant_kernels, "prompt_attention": cuda_blocks}
+    if wrong is not None:
+        right = getattr(places[wrong], wrong)
+
+        def shifted(*args):
+            result = right(*args)
+            if wrong == "gate_rows":
+                return result[0].roll(1, -1), result[1]
+            return result.roll(1, -1)
+
+        monkeypatch.setattr(places[wrong], wrong, shifted)
+    result, expected = (
+        proof._products(model.blocks) if wrong == "_large" else proof._passes(backend)
+    )
+    off = (result - expected).norm() / expected.norm()
+    assert (off > proof.PASS_TOLERANCE) == (wrong is not None), off
 
 
 @pytest.mark.parametrize("F", rest_slow([64, 1536 - 64], 1))
