@@ -36,7 +36,7 @@ from fasteagle.paths import cache_dir, only_writer, require_no_model, require_wr
 from fasteagle.prompts import Conversation, read_conversations
 from fasteagle.quant.scheme import Scheme
 from fasteagle.training.data import cached_features, choose_held_out, frequent_tokens, store_key
-from fasteagle.training.data_file import require_same
+from fasteagle.training.data_file import note_other_writer, require_same
 from fasteagle.training.generate_data import write_text
 from fasteagle.training.held_out import evaluate, ready_head
 from fasteagle.training.options import CalibrateOptions, DataOptions, TrainOptions
@@ -105,6 +105,7 @@ def _check_early(opened: OpenedModel, runtime: RuntimeOptions, options: Calibrat
         )
     longest = runtime.seq_len_for(config.max_seq_len, opened.name)
     if options.data is not None:
+        note_other_writer(options.data, opened.name, fingerprint(opened.checkpoint))
         _require_enough(read_conversations(options.data, config.vocab_size, longest))
     elif options.tokens < LEAST_TOKENS:
         raise FasteagleError(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fasteagle.config_fields import parse_json
-from fasteagle.errors import FasteagleError
+from fasteagle.errors import FasteagleError, note, shown
 from fasteagle.paths import require_writable, write_atomic
 from fasteagle.training.dialogues import Dialogue
 
@@ -107,6 +107,20 @@ class DataFile:
         if line["turn"] == 1:
             self.conversations += 1
             self._prompts.add(tuple(line["ids"][:prompt_len]))
+
+
+def note_other_writer(path: Path, model: str, identity: str) -> None:
+    """Say where another model has written a data file: a draft head learns what its target says.
+
+    The same model at another precision has the same name.
+    """
+    try:
+        settings = parse_json(path.with_name(f"{path.name}.settings.json").read_text("utf-8"))
+        writer, wrote = settings["model"], settings["fingerprint"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # not by generate-data
+    if wrote != identity[: len(str(wrote))] and Path(str(writer)).name != Path(model).name:
+        note(f"warning: {path} was written by {shown(writer)}, not by {model}")
 
 
 def _lock(file: IO[str], path: Path) -> None:

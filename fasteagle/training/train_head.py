@@ -34,6 +34,7 @@ from fasteagle.training.data import (
     shards_of,
     store_key,
 )
+from fasteagle.training.data_file import note_other_writer
 from fasteagle.training.generate_data import write_text
 from fasteagle.training.options import DataOptions, TrainOptions, TrainRun
 from fasteagle.training.parallel import Ranks, join, local_device
@@ -133,6 +134,8 @@ def _data(
     require_writable(run.out / "state.pt")
     if run.prompts is not None:
         read_questions(run.prompts, None)
+    for path in run.data:
+        note_other_writer(path, opened.name, fingerprint(opened.checkpoint))
     max_len = min(run.max_len, runtime_options.seq_len_for(config.max_seq_len, opened.name))
     return [c for path in run.data for c in read_conversations(path, config.vocab_size, max_len)]
 

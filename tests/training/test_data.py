@@ -12,6 +12,7 @@ from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.prompts import Conversation, read_conversations
 from fasteagle.training.data import Features, cached_features, choose_held_out, frequent_tokens
+from fasteagle.training.data_file import note_other_writer
 from fasteagle.training.parallel import Ranks
 from helpers import talk
 
@@ -90,3 +91,20 @@ def test_text_without_an_answer(tmp_path):
     path.write_text('{"ids": [1, 2, 3], "prompt_len": 3}\n')
     with pytest.raises(FasteagleError, match="no conversation with an answer"):
         read_conversations(path, 60, 100)
+
+
+def test_text_of_another_model_is_named(tmp_path, capsys):
+    path = tmp_path / "text.jsonl"
+    note_other_writer(path, "a", "1" * 64)  # nobody knows who wrote it
+    settings = tmp_path / "text.jsonl.settings.json"
+    for written, is_told in (
+        ('{"model": "/x/a", "fingerprint": "0"}', False),  # at another precision
+        ('{"model": "b", "fingerprint": "1111"}', False),  # by another name
+        ('{"model": "b", "fingerprint": "0"}', True),
+        ("[]", False),
+        ('{"model": 3, "fingerprint": null}', True),
+        ("{", False),
+    ):
+        settings.write_text(written)
+        note_other_writer(path, "/y/a", "1" * 64)
+        assert ("was written by" in capsys.readouterr().err) == is_told, written
