@@ -117,6 +117,7 @@ def _check_place(run: TrainRun) -> None:
         )
     if not state.exists():
         require_no_model(run.out)
+    require_writable(state)
 
 
 def _data(
@@ -131,7 +132,6 @@ def _data(
             f"draft-vocab-size {draft_vocab:,} is more than the model's {config.vocab_size:,} "
             "tokens: give fewer"
         )
-    require_writable(run.out / "state.pt")
     if run.prompts is not None:
         read_questions(run.prompts, None)
     for path in run.data:
