@@ -74,7 +74,8 @@ class CudaBackend(Backend):
         ops = int8_cache.OPS if int8 else CORE
         if self._attends:
             keep_sums_finite(model.blocks, "model")
-            expect_normed_inputs(model.blocks)
+            if not self._fuses:
+                expect_normed_inputs(model.blocks)
             ops = self._kernel_ops(model, OPS._replace(write=ops.write))
         super().__init__(int8_cache.over_int8(model, ops) if int8 else Target(model, ops), advice)
         self.name = "cuda"

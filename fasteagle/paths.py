@@ -12,7 +12,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -225,24 +225,36 @@ def only_writer(folder: Path) -> Iterator[None]:
     A file system without locks has none.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as lock:
-        try:
-            lock.enter_context(_locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB))
-        except BlockingIOError as error:
-            raise FasteagleError(
-                f"{folder} is being written by another process: wait for it, or give another --out"
-            ) from error
-        except OSError:
-            pass
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        lock_alone(handle, folder)
         yield
+    finally:
+        os.close(handle)
 
 
-def require_no_model(folder: Path, but: Collection[str] = ()) -> None:
-    """Raise `FasteagleError` where a folder holds weights or a config, beside files named `but`."""
-    kinds = "config.json", "*.safetensors*", "*.bin", "*.gguf"
-    found = sorted(path.name for kind in kinds for path in folder.glob(kind))
-    if others := [name for name in found if name not in but]:
-        raise FasteagleError(f"{folder} holds a model or a head ({others[0]}): give another --out")
+def lock_alone(handle: int, path: Path) -> None:
+    """Keep other processes from writing to an open file or folder, until it is closed.
+
+    Raises `FasteagleError` where one does.
+    """
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise FasteagleError(
+            f"{path} is being written by another process: wait for it, or give another --out"
+        ) from error
+    except OSError:  # a file system without locks
+        pass
+
+
+def require_no_model(folder: Path) -> None:
+    """Raise `FasteagleError` where a folder holds weights or a config."""
+    for kind in ("config.json", "*.safetensors*", "*.bin", "*.gguf"):
+        if found := next(folder.glob(kind), None):
+            raise FasteagleError(
+                f"{folder} holds a model or a head ({found.name}): give another --out"
+            )
 
 
 @contextlib.contextmanager

@@ -56,16 +56,14 @@ class InterleavedLinear(KernelLinear):
         self.params = self.params[:, order].contiguous()
         self._paired = unit
 
-    def in_order(self, x: Tensor) -> Tensor:
-        """Return the product [T, N] in fp32 without the bias; halves that are paired alternate."""
+    def _product(self, x: Tensor) -> Tensor:
+        scale = None
         if self._most:
-            return self.of_half(x.clamp(-self._most, self._most).half(), None)
-        if self._in_range:
-            return self.of_half(x.half(), None)
-        return self.of_half(*in_half_range(x, self.accumulate))
-
-    def of_half(self, x: Tensor, scale: Tensor | None) -> Tensor:
-        """Return the product of fp16 x [T, K], times `scale` [T, 1]; see `in_order`."""
+            x = x.clamp(-self._most, self._most).half()
+        elif self._in_range:
+            x = x.half()
+        else:
+            x, scale = in_half_range(x, self.accumulate)
         y = interleaved.interleaved_linear(
             x,
             self.words,
@@ -75,10 +73,7 @@ class InterleavedLinear(KernelLinear):
             *self.format,
             self.accumulate,
         )
-        return y if scale is None else y * scale
-
-    def _product(self, x: Tensor) -> Tensor:
-        y = self.in_order(x)
+        y = y if scale is None else y * scale
         if self._paired:
             y = y.unflatten(-1, (-1, self._paired // 2, 2)).transpose(-1, -2).flatten(-3)
         return y if self.bias is None else y + self.bias

@@ -69,20 +69,20 @@ class Routing(NamedTuple):
 
 
 def norm_scores(
-    x: Tensor, parts: Tensor | None, scale: Tensor, router: Tensor, eps: float
+    x: Tensor, parts: Tensor, scale: Tensor, router: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return fp32 x [M, D] plus the sum of `parts`, its norm in fp16, and scores [M, R] in fp32.
 
     Scores are products of the norm, before it is rounded, with the rows of `router` [R, D].
     """
     (M, D), R = x.shape, len(router)
-    S, Np = (0, 0) if parts is None else (parts.shape[0], parts.shape[2])
-    total = x if parts is None else torch.empty_like(x)
+    S, _, Np = parts.shape
+    total = torch.empty_like(x)
     out = torch.empty(M, D, dtype=torch.float16, device=x.device)
     scores = torch.empty(M, R, dtype=torch.float32, device=x.device)
     score_kernel[(M, triton.cdiv(R, SCORES))](
         x,
-        x if parts is None else parts,
+        parts,
         scale,
         router,
         total,

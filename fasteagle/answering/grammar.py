@@ -111,17 +111,18 @@ class GrammarMask:
         children: list[list[int]],
     ) -> None:
         """Fill the masks of `row`, where `matcher` is, and of all rows below it."""
-        mask = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.int32)
+        mask = bytearray(matcher.compute_bitmask())  # little-endian: bit by bit, too
         _check(matcher)
-        words[row] = 0
-        n = min(len(mask), words.shape[1])
-        words[row, :n] = mask[:n]
         if not matcher.is_accepting():  # a text that looks like an end is none
             for token in self._eos_ids:
-                words[row, token // BITS] &= ~_bit(token)
+                mask[token // 8] &= ~(1 << token % 8)
+        own = torch.frombuffer(mask, dtype=torch.int32)
+        words[row] = 0
+        n = min(len(own), words.shape[1])
+        words[row, :n] = own[:n]
         for child in children[row]:
             token = tokens[child]
-            if token in self._eos_ids or not int(words[row, token // BITS]) & _bit(token):
+            if token in self._eos_ids or not mask[token // 8] >> token % 8 & 1:
                 continue  # tokens below it are never used
             below = matcher.deep_copy()
             below.consume_token(token)
@@ -132,12 +133,6 @@ class GrammarMask:
             if token not in self._eos_ids:
                 self._matcher.consume_token(token)
         _check(self._matcher)
-
-
-def _bit(token: int) -> int:
-    """Return the bit of a token in its word, as an int32."""
-    bit = 1 << token % BITS
-    return bit - (1 << BITS) if bit >> (BITS - 1) else bit
 
 
 def _check(matcher: Any) -> None:

@@ -124,6 +124,4 @@ class UserPath(click.Path):
         super().__init__(path_type=Path, **more)
 
     def convert(self, value: Any, *context: Any) -> Any:
-        with contextlib.suppress(RuntimeError):  # of a user without a home
-            value = os.path.expanduser(value)
-        return super().convert(value, *context)
+        return super().convert(os.path.expanduser(value), *context)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -45,23 +46,34 @@ def for_template(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     Agents that run tools at the same time send results as they come, and not every template writes
     which call a result belongs to.
     """
-    dialogue: list[dict[str, Any]] = []
-    places: dict[str | None, int] = {}  # of the calls of the last message that is no result
-    first = 0  # of the results after it
-    for number, message in enumerate(messages):
-        entry = _template_message(number, message)
-        dialogue.append(entry)
-        if message.role != "tool":
-            places = {call.id: i for i, call in enumerate(message.tool_calls or ()) if call.id}
-            first = len(dialogue)
-        elif places and message.tool_call_id is not None:
-            if message.tool_call_id not in places:
-                reason = f"{shown(message.tool_call_id)} is no call of the message before"
-                raise BadParameterError(f"messages.{number}.tool_call_id", reason)
-            results = dialogue[first:]
-            if all("tool_call_id" in result for result in results):
-                dialogue[first:] = sorted(results, key=lambda own: places[own["tool_call_id"]])
+    dialogue = [_template_message(i, message) for i, message in enumerate(messages)]
+    runs = itertools.groupby(range(len(messages)), lambda i: messages[i].role == "tool")
+    for is_result, numbers in runs:
+        first, *rest = numbers
+        if is_result and first:
+            calls, end = messages[first - 1].tool_calls or (), first + len(rest) + 1
+            places = {call.id: i for i, call in enumerate(calls) if call.id}
+            dialogue[first:end] = _in_order(dialogue[first:end], places, first)
     return dialogue
+
+
+def _in_order(
+    results: list[dict[str, Any]], places: dict[str, int], first: int
+) -> list[dict[str, Any]]:
+    """Return results in the order of `places`; those without ids, or after no calls, as they are.
+
+    They are the messages from number `first` on.
+    """
+    if not places:
+        return results
+    names = [result.get("tool_call_id") for result in results]
+    for number, name in enumerate(names, first):
+        if name is not None and name not in places:
+            reason = f"{shown(name)} is no call of the message before"
+            raise BadParameterError(f"messages.{number}.tool_call_id", reason)
+    if None in names:
+        return results
+    return sorted(results, key=lambda result: places[result["tool_call_id"]])
 
 
 def _template_message(number: int, message: ChatMessage) -> dict[str, Any]:

@@ -7,15 +7,14 @@ temperature, `id` the conversation's number, `turn` and `turns` its place in it.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from fasteagle.config_fields import parse_json
 from fasteagle.errors import FasteagleError, note, shown
-from fasteagle.paths import require_writable, write_atomic
+from fasteagle.paths import lock_alone, require_writable, write_atomic
 from fasteagle.training.dialogues import Dialogue
 
 
@@ -36,7 +35,7 @@ class DataFile:
         self._prompts: set[tuple[int, ...]] = set()
         self._file = path.open("a", encoding="utf-8")
         try:
-            _lock(self._file, path)
+            lock_alone(self._file.fileno(), path)
             self._begin(settings)
             self._load()
         except BaseException:
@@ -121,18 +120,6 @@ def note_other_writer(path: Path, model: str, identity: str) -> None:
         return  # not by generate-data
     if wrote != identity[: len(str(wrote))] and Path(str(writer)).name != Path(model).name:
         note(f"warning: {path} was written by {shown(writer)}, not by {model}")
-
-
-def _lock(file: IO[str], path: Path) -> None:
-    """Keep other processes from writing to the file. Raises `FasteagleError` where one does."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise FasteagleError(
-            f"{path} is being written by another process: wait for it, or give another --out"
-        ) from error
-    except OSError:  # a file system without locks
-        pass
 
 
 def _parsed(line: bytes, where: str) -> dict[str, Any]:
