@@ -229,12 +229,10 @@ def score_kernel(
     n = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * D + n, mask=n < D, other=0.0)
     scale = tl.load(scale_ptr + n, mask=n < D, other=0.0)
-    if SPLIT > 0:
-        x += sum_of_parts(parts_ptr + row * Np, stride_split, n, D, SPLIT, BLOCK)
+    x += sum_of_parts(parts_ptr + row * Np, stride_split, n, D, SPLIT, BLOCK)
     y = normed(x, scale, D, eps)
     if tl.program_id(1) == 0:
-        if SPLIT > 0:
-            tl.store(total_ptr + row * D + n, x, mask=n < D)
+        tl.store(total_ptr + row * D + n, x, mask=n < D)
         tl.store(out_ptr + row * D + n, y.to(out_ptr.dtype.element_ty), mask=n < D)
     r = tl.program_id(1) * SCORES + tl.arange(0, SCORES)
     real = (r < R)[:, None] & (n < D)[None, :]
