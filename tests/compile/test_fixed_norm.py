@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fasteagle.compile import cuda_backend, fixed_norm
-from fasteagle.compile.cuda_backend import FEW_ROWS
+from fasteagle.compile.cuda_backend import ALL_ROWS, FEW_ROWS
 from fasteagle.compile.fixed_norm import keep_sums_finite
 from fasteagle.loading import open as opening
 from fasteagle.loading import source
@@ -42,6 +42,12 @@ def test_sums_that_might_be_infinite_are_in_fp32(norm, scale, sums, capsys):
     few = KernelBackend(target).few_rows
     assert few == FEW_ROWS[sums], "cuBLAS adds in fp32"
     assert capsys.readouterr().err.count("\n") == (sums == "fp32")
+
+
+def test_experts_take_a_prompt_as_passes_of_64_rows():
+    """They have 64 rows at a time in any pass, and a small one is replayed."""
+    target, _ = packed_target("experts")
+    assert KernelBackend(target).few_rows == ALL_ROWS
 
 
 def test_no_wider_sums_than_needed(capsys):

@@ -165,9 +165,9 @@ def test_bits_of_replayed_parts(name):
     results = []
     for replays in (False, True):
         backend = CudaBackend(model, replays=replays)
-        engine = Engine(model, 256, backend=backend)
+        engine = Engine(model, 400, backend=backend)
         found = []
-        for n, more in ((1, 5), (16, 17), (40, 64), (100, 33)):
+        for n, more in ((1, 5), (16, 17), (40, 64), (64, 33), (300, 33)):
             engine.restart()
             for ids in (range(n), range(n + more)):
                 filled = engine.prefill([7 * i % 50 for i in ids])
