@@ -29,6 +29,7 @@ TOO_LONG = "context_length_exceeded"  # code by which agents know that they must
 MOST_STOPS = 16
 MOST_STOP_CHARACTERS = 1000  # they are looked for at every token
 MOST_SEEDS = 2**63
+OFF, DRAWN = -1, -1  # of top_k and of seed, as vLLM and llama.cpp read them
 MOST_CHARACTERS_A_TOKEN = 16  # on average; English has 4 to 5, code up to 8
 
 
@@ -260,6 +261,12 @@ class Planner:
     def _params(self, body: Sampled) -> SamplingParams:
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
         changes = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
+        if body.top_p == 0:  # a nucleus of one token
+            changes |= {"top_p": 1.0, "temperature": 0.0}
+        if body.top_k == OFF:
+            changes["top_k"] = 0
+        if body.seed is not None and -MOST_SEEDS <= body.seed < 0:
+            changes["seed"] = fresh_seed() if body.seed == DRAWN else body.seed % MOST_SEEDS
         params = dataclasses.replace(self._defaults.params, **changes)
         if "seed" in changes or self._defaults.seed_is_fixed or params.greedy:
             return params

@@ -106,6 +106,22 @@ def test_sampling_parameters(client, name, live):
     assert other.usage.model_extra["seed"] != first.usage.model_extra["seed"]
 
 
+def test_values_that_other_servers_take(client, name, live):
+    """`top_k` -1 is off, `top_p` 0 greedy, `seed` -1 drawn; another negative seed is a seed."""
+
+    def seed_of(reply) -> int:
+        return reply.usage.model_extra["seed"]
+
+    drawn = {"temperature": 1.0, "seed": 5}
+    found = ask(client, name, **drawn, extra_body={"top_k": -1}).choices[0].message.content
+    assert found == direct(live, temperature=1.0, seed=5).text
+    greedy = ask(client, name, temperature=1.0, top_p=0).choices[0].message.content
+    assert greedy == direct(live).text
+    seeds = {seed_of(ask(client, name, temperature=1.0, seed=-1, max_tokens=1)) for _ in range(3)}
+    assert len(seeds) == 3 and min(seeds) >= 0
+    assert seed_of(ask(client, name, temperature=1.0, seed=-2, max_tokens=1)) == 2**63 - 2
+
+
 def test_stop(client, name, live):
     text = direct(live).text
     reply = ask(client, name, stop=[text[3:5]])
