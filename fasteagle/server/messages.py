@@ -77,7 +77,7 @@ def _in_order(
 
 
 def _template_message(number: int, message: ChatMessage) -> dict[str, Any]:
-    """Return a message for templates: content is a string, arguments of calls are dictionaries."""
+    """Return a message for templates: content is a string, a call's arguments are a dictionary."""
     content = message.content
     if isinstance(content, list):
         content = "".join(part.text for part in content)
@@ -96,7 +96,7 @@ def _template_message(number: int, message: ChatMessage) -> dict[str, Any]:
                 "type": "function",
                 "function": {
                     "name": c.function.name,
-                    "arguments": _arguments(number, c.function.arguments),
+                    "arguments": _arguments(c.function.arguments),
                 },
             }
             for c in message.tool_calls
@@ -104,14 +104,14 @@ def _template_message(number: int, message: ChatMessage) -> dict[str, Any]:
     return entry
 
 
-def _arguments(number: int, text: str) -> dict[str, Any]:
+def _arguments(text: str) -> dict[str, Any] | str:
+    """Return a call's arguments; what is no JSON object is a text, or no agent could go on.
+
+    A model may have been cut off in a call. The agent then tells it so, and sends the call along.
+    """
     try:
         arguments = parse_shallow_json(text or "{}")
         json.dumps(arguments, ensure_ascii=False).encode()  # no halves of characters
     except ValueError:
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise BadParameterError(
-            f"messages.{number}.tool_calls", f"arguments {text[:80]!r} are no JSON object"
-        )
-    return arguments
+        return text
+    return arguments if isinstance(arguments, dict) else text

@@ -175,12 +175,20 @@ def test_choices_that_are_refused(client, live, monkeypatch):
     other = {"type": "function", "function": {"name": "other"}}
     with pytest.raises(openai.BadRequestError, match="there is no tool 'other'"):
         ask(client, live, tool_choice=other)
-    for arguments in ("{", "3", "[" * 100_000, '{"a": ' * 500 + "1" + "}" * 500):
+
+
+def test_calls_that_are_no_json_are_texts_of_the_conversation(client, live, monkeypatch):
+    """An answer that ended within a call goes back to the model, with what the agent says of it."""
+    monkeypatch.setattr(live.llm.tokenizer, "_template", QWEN)
+    whole = {"role": "assistant", "content": ""}
+    lengths = []
+    for arguments in ("{}", '{"city": "Ro', "3", "[" * 300, '{"a": ' * 120 + "1" + "}" * 120):
         function = {"name": "f", "arguments": arguments}
-        broken = {"id": "a", "type": "function", "function": function}
-        messages = [{"role": "assistant", "content": "", "tool_calls": [broken]}]
-        with pytest.raises(openai.BadRequestError, match="are no JSON object"):
-            ask(client, live, messages=messages)
+        whole["tool_calls"] = [{"id": "a", "type": "function", "function": function}]
+        result = {"role": "tool", "tool_call_id": "a", "content": "these arguments are no JSON"}
+        reply = ask(client, live, messages=[whole, result], max_tokens=1)
+        lengths.append(reply.usage.prompt_tokens)
+    assert lengths[1] > lengths[0]
 
 
 NESTED = {
