@@ -77,7 +77,7 @@ def _in_order(
 
 
 def _template_message(number: int, message: ChatMessage) -> dict[str, Any]:
-    """Return a message for templates: content is a string, a call's arguments are a dictionary."""
+    """Return a message for templates: content is a string; of arguments see `_arguments`."""
     content = message.content
     if isinstance(content, list):
         content = "".join(part.text for part in content)

@@ -261,13 +261,15 @@ class Planner:
     def _params(self, body: Sampled) -> SamplingParams:
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
         changes = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
-        if body.top_p == 0:  # a nucleus of one token
-            changes |= {"top_p": 1.0, "temperature": 0.0}
+        if body.top_p == 0:
+            changes["top_p"] = 1.0
         if body.top_k == OFF:
             changes["top_k"] = 0
         if body.seed is not None and -MOST_SEEDS <= body.seed < 0:
             changes["seed"] = fresh_seed() if body.seed == DRAWN else body.seed % MOST_SEEDS
         params = dataclasses.replace(self._defaults.params, **changes)
+        if body.top_p == 0:  # a nucleus of one token; a wrong temperature is refused before
+            params = dataclasses.replace(params, temperature=0.0)
         if "seed" in changes or self._defaults.seed_is_fixed or params.greedy:
             return params
         return dataclasses.replace(params, seed=fresh_seed())

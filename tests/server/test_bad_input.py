@@ -64,6 +64,7 @@ def goes_on(live):
         ({"temperature": "1"}, "temperature"),
         ({"temperature": -1}, "temperature"),
         ({"temperature": 1e-40}, "temperature"),
+        ({"temperature": -1, "top_p": 0}, "temperature"),
         ({"top_p": -0.1}, "top_p"),
         ({"top_k": -5}, "top_k"),
         ({"top_k": 10**30}, "top_k"),
