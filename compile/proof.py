@@ -28,7 +28,7 @@ from fasteagle.drafting.draft_head import DraftOps
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.thresholds import Thresholds
 from fasteagle.errors import FasteagleError, first_line, is_out_of_memory, note
-from fasteagle.model import EagleHead, Output, PromptView, Target, Visible
+from fasteagle.model import EagleHead, Output, PromptView, Target, Visible, causal_mask
 from fasteagle.options import SamplingParams
 from fasteagle.paths import cache_dir, keep
 from fasteagle.quant import cpu_build
@@ -200,7 +200,7 @@ def _passes(backend: Backend) -> tuple[Tensor, Tensor]:
     alone changes logits by half of their norm.
     """
     core, state = backend.core, _state(backend.core)
-    _encode(core, _causal(PREFIX, _device(backend)), PREFIX, state)
+    _encode(core, PREFIX, state)
     text, results = state.cache.rows.clone(), []
     for target, verify in ((backend.target, backend.pieces.verify), (core, EAGER.verify)):
         state.cache.rows.copy_(text)
@@ -213,21 +213,21 @@ def _prompts(backend: Backend) -> tuple[Tensor, Tensor]:
 
     On CUDA other kernels than those of trees compute them.
     """
-    n, device = LONG_PREFIX, _device(backend)
-    state = _state(backend.core)
-    own = _encode(backend.target, PromptView(n, torch.arange(n, device=device)), n, state)
-    return own, _encode(backend.core, _causal(n, device), n, state)
+    state, slots = _state(backend.core), torch.arange(LONG_PREFIX, device=_device(backend))
+    own = _encode(backend.target, LONG_PREFIX, state, PromptView(LONG_PREFIX, slots))
+    return own, _encode(backend.core, LONG_PREFIX, state)
 
 
-def _encode(target: Target, visible: Visible, n: int, state: DecodeState) -> Tensor:
-    """Return the features [n, D] of a text, and write its keys and values to `state`."""
+def _encode(target: Target, n: int, state: DecodeState, visible: Visible | None = None) -> Tensor:
+    """Return the features [n, D] of a text, and write its keys and values to `state`.
+
+    Without `visible` a mask says what rows see.
+    """
     rows = torch.arange(n, device=state.root.device)
+    if visible is None:
+        visible = causal_mask(0, n, SLOTS, None, rows.device)
     tokens = rows % target.config.vocab_size
     return target.encode(tokens, rows, rows, visible, state.cache)[0].float()
-
-
-def _causal(n: int, device: torch.device) -> Tensor:
-    return torch.ones(n, SLOTS, dtype=torch.bool, device=device).tril()
 
 
 class _Endless(EagleDrafter):

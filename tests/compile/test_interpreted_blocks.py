@@ -136,9 +136,8 @@ def test_the_proof_bears_the_roundings_of_bf16(quant, products_by_torch, tmp_pat
             assert [c.failure() for c in proof.checks(backend) if c.part == "passes"] == [None] * 2
             features += proof._prompts(backend)
         else:
-            n = proof.LONG_PREFIX
-            core, state = backend.core, proof._state(backend.core)
-            features.append(proof._encode(core, proof._causal(n, state.root.device), n, state))
+            core = backend.core
+            features.append(proof._encode(core, proof.LONG_PREFIX, proof._state(core)))
     own, core, exact = features
     assert (own - exact).norm() < (core - exact).norm()
 
