@@ -26,8 +26,8 @@ from fasteagle.decoding import cycle
 from fasteagle.decoding.cycle import EAGER, Pieces
 from fasteagle.decoding.launch import Capture, Launch
 from fasteagle.decoding.runner import Advice, Backend, Runner
-from fasteagle.drafting.base import Drafter
-from fasteagle.drafting.draft_head import DraftOps, RankingDrafter, under_mask
+from fasteagle.drafting.base import Drafter, DraftOps
+from fasteagle.drafting.draft_head import under_mask
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.model import CORE, EagleHead, Ops, Output, Target, Transformer
 from fasteagle.quant.cuda_linear import InterleavedLinear
@@ -222,11 +222,13 @@ class CudaBackend(Backend):
         relate = relations if self.pieces is EAGER else cuda_ops.relate
         return cycle.select(pool, state, drafter, spec, relate)
 
-    def draft_ops(self, drafter: RankingDrafter) -> DraftOps:
+    def draft_ops(self, drafter: Drafter) -> DraftOps:
         ops = super().draft_ops(drafter)
         if not self._has_triton or "commits" in self.left:
             return ops
-        return DraftOps(cuda_ops.top_children, cuda_ops.rerank, ops.head)
+        return DraftOps(
+            cuda_ops.top_children, cuda_ops.rerank, ops.head, cuda_ops.look_up, cuda_ops.fuse
+        )
 
     def step(self, head: EagleHead) -> Callable[..., tuple[Tensor, Tensor]] | None:
         if not self._attends_head(head):

@@ -1,7 +1,7 @@
 """Custom ops over the small kernels of the cycle on CUDA.
 
-Each has a reference in plain torch: `draft_head.top_children`, `tree.rerank`, `tree.relations`,
-`KVCache.commit`.
+Each has a reference in plain torch: `base.top_children`, `tree.rerank`, `tree.relations`,
+`Lookup.propose`, `tree.fuse`, `KVCache.commit`.
 
 Shapes: W rows, V vocabulary, P planes of a cache or candidates of a tree, T tree rows, G KV heads,
 S slots, E head dim.
@@ -14,10 +14,11 @@ from torch import Tensor
 
 from fasteagle import tree
 from fasteagle.device import on_device_of
+from fasteagle.drafting.lookup import Lookup
 from fasteagle.model import KVCache
 from fasteagle.tree import DraftTree, Pool, Relations
 
-# Limits of one program of `order_kernels`.
+# Limits of one program of `order_kernels` and `lookup_kernels`.
 MOST_CANDIDATES = 1024
 MOST_TREE_ROWS = 64
 
@@ -53,22 +54,32 @@ def move_rows(cache: KVCache, start: Tensor, path: Tensor) -> None:
 
 @torch.library.custom_op("fasteagle::rerank", mutates_args=(), device_types="cuda")
 def rerank_pool(
-    tokens: Tensor, scores: Tensor, parents: Tensor, root: Tensor, n_nodes: int
+    tokens: Tensor,
+    scores: Tensor,
+    parents: Tensor,
+    sources: Tensor | None,
+    root: Tensor,
+    n_nodes: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Select the tree of the best candidates; see `order_kernels.rerank`."""
     from fasteagle.compile.kernels import order_kernels
 
     with on_device_of(tokens):
-        return order_kernels.rerank(tokens, scores, parents, root, n_nodes)
+        return order_kernels.rerank(tokens, scores, parents, sources, root, n_nodes)
 
 
 @rerank_pool.register_fake
 def _(
-    tokens: Tensor, scores: Tensor, parents: Tensor, root: Tensor, n_nodes: int
+    tokens: Tensor,
+    scores: Tensor,
+    parents: Tensor,
+    sources: Tensor | None,
+    root: Tensor,
+    n_nodes: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     T = min(n_nodes, len(tokens)) + 1
-    rows = tokens.new_empty(T), tokens.new_empty(T)
-    return *rows, tokens.new_empty(T, dtype=torch.bool), tokens.new_empty(T)
+    rows = tokens.new_empty(T), tokens.new_empty(T), tokens.new_empty(T, dtype=torch.bool)
+    return *rows, tokens.new_empty(0 if sources is None else T)
 
 
 def rerank(pool: Pool, root: Tensor, n_nodes: int) -> DraftTree:
@@ -76,11 +87,76 @@ def rerank(pool: Pool, root: Tensor, n_nodes: int) -> DraftTree:
     if len(pool.tokens) > MOST_CANDIDATES:
         return tree.rerank(pool, root, n_nodes)
     scores = pool.scores.float().contiguous()
-    tokens, parents, valid, places = rerank_pool(pool.tokens, scores, pool.parents, root, n_nodes)
-    if pool.sources is None:
-        return DraftTree(tokens, parents, valid)
-    sources = torch.cat((torch.zeros_like(root), pool.sources[places[1:]]))
-    return DraftTree(tokens, parents, valid, sources=sources)
+    tree_of = rerank_pool(pool.tokens, scores, pool.parents, pool.sources, root, n_nodes)
+    tokens, parents, valid, sources = tree_of
+    return DraftTree(tokens, parents, valid, sources=None if pool.sources is None else sources)
+
+
+@torch.library.custom_op(
+    "fasteagle::look_up", mutates_args=("table", "recent"), device_types="cuda"
+)
+def look_up_text(
+    text: Tensor, last: Tensor, table: Tensor, recent: Tensor, reach: int
+) -> tuple[Tensor, Tensor]:
+    """Learn from the last proposal and make the next; see `lookup_kernels.look_up`."""
+    from fasteagle.compile.kernels import lookup_kernels
+
+    with on_device_of(text):
+        return lookup_kernels.look_up(text, last, table, recent, reach)
+
+
+@look_up_text.register_fake
+def _(
+    text: Tensor, last: Tensor, table: Tensor, recent: Tensor, reach: int
+) -> tuple[Tensor, Tensor]:
+    return text.new_empty(reach), table.new_empty(reach)
+
+
+def look_up(lookup: Lookup, text: Tensor, last: Tensor, reach: int) -> tuple[Tensor, Tensor]:
+    """Run `Lookup.propose` in one launch, where it has no corpus."""
+    if lookup.corpus is not None:
+        return lookup.propose(text, last, reach)
+    return look_up_text(text, last, lookup.table, lookup.last, reach)
+
+
+@torch.library.custom_op("fasteagle::fuse", mutates_args=(), device_types="cuda")
+def fuse_pool(
+    tokens: Tensor,
+    scores: Tensor,
+    parents: Tensor,
+    looked_up: Tensor,
+    logp: Tensor,
+    k: int,
+    n_levels: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Merge a draft head's candidates and a looked-up chain; see `lookup_kernels.fuse`."""
+    from fasteagle.compile.kernels import lookup_kernels
+
+    with on_device_of(tokens):
+        return lookup_kernels.fuse(tokens, scores, parents, looked_up, logp, k, n_levels)
+
+
+@fuse_pool.register_fake
+def _(
+    tokens: Tensor,
+    scores: Tensor,
+    parents: Tensor,
+    looked_up: Tensor,
+    logp: Tensor,
+    k: int,
+    n_levels: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    P = len(tokens) + len(looked_up)
+    return tokens.new_empty(P), logp.new_empty(P), tokens.new_empty(P), tokens.new_empty(P)
+
+
+def fuse(pool: Pool, k: int, n_levels: int, tokens: Tensor, logp: Tensor) -> Pool:
+    """Run `tree.fuse` in one launch."""
+    if len(pool.tokens) > MOST_CANDIDATES:
+        return tree.fuse(pool, k, n_levels, tokens, logp)
+    scores = pool.scores.float().contiguous()
+    both = fuse_pool(pool.tokens, scores, pool.parents, tokens, logp, k, n_levels)
+    return Pool(*both)
 
 
 @torch.library.custom_op("fasteagle::relations", mutates_args=(), device_types="cuda")

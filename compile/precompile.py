@@ -24,6 +24,8 @@ from fasteagle.compile.short_prompts import ROWS
 from fasteagle.decoding.runner import Backend
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.draft_head import HeadDrafter, RankingDrafter
+from fasteagle.drafting.fused import FusedDrafter
+from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.errors import first_line, note
 from fasteagle.model import KEY_BLOCK, KVCache, Target, causal_mask
 from fasteagle.shapes import FusedShape, TreeShape
@@ -177,15 +179,21 @@ def run_trees(
     relate: Callable[[Tensor, Tensor], Relations],
 ) -> None:
     """Select the trees of `specs` from identical candidates and compute how their rows relate."""
-    root = torch.zeros_like(state.root)
+    drafter = drafter and drafter.apart()  # a lookup learns
     for spec in specs:
-        row = torch.arange(spec.rows, device=root.device)
+        row = torch.arange(spec.rows, device=state.root.device)
         relate(torch.zeros_like(row), row >= 0)
         shape = spec.shape
-        if isinstance(drafter, RankingDrafter) and isinstance(shape, TreeShape | FusedShape):
-            n = shape.pool
-            ids = torch.zeros(n, dtype=torch.long, device=root.device)
-            drafter.rerank(Pool(ids, ids.float(), ids - 1), root, shape.nodes)
+        if isinstance(drafter, NgramDrafter) and shape is not None:
+            drafter.propose(None, state, spec)
+        elif isinstance(drafter, RankingDrafter) and isinstance(shape, TreeShape | FusedShape):
+            n = shape.head_pool if isinstance(shape, FusedShape) else shape.pool
+            ids = torch.zeros(n, dtype=torch.long, device=row.device)
+            pool = Pool(ids, ids.float(), ids - 1)
+            if isinstance(drafter, FusedDrafter):
+                drafter.select(pool, state, spec)
+            else:
+                drafter.rerank(pool, state.root, shape.nodes)
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ from fasteagle.compile.tree_attention import has_triton
 from fasteagle.decoding.cycle import EAGER
 from fasteagle.decoding.runner import Backend
 from fasteagle.device import cpu_field, device_name
-from fasteagle.drafting.draft_head import DraftOps
+from fasteagle.drafting.base import DraftOps
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.thresholds import Thresholds
 from fasteagle.errors import FasteagleError, first_line, is_out_of_memory, note

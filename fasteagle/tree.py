@@ -3,7 +3,7 @@
 All shapes are static and the host reads nothing, so that every function compiles as a whole.
 
 Shapes: T tree rows (root first), P pool of candidates, N drafted nodes kept (T = N + 1), k width,
-D levels.
+D levels, E candidates of a draft head, R looked-up tokens.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fasteagle.shapes import PAPER_TREE as PAPER_TREE  # trees and their shapes come together
@@ -155,6 +156,59 @@ def rerank(pool: Pool, root: Tensor, n_nodes: int) -> DraftTree:
         torch.cat((rows.new_zeros(1), rows)),
         torch.cat((torch.ones_like(root).bool(), valid)),
         sources=sources,
+    )
+
+
+def levels_of(k: int, n_levels: int) -> list[slice]:
+    """Return the slice of each level's candidates in EAGLE's pool."""
+    ends = [k + level * k * k for level in range(n_levels)]
+    return [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def fuse(pool: Pool, k: int, n_levels: int, tokens: Tensor, logp: Tensor) -> Pool:
+    """Return one pool: EAGLE's candidates, then the looked-up ones that are not among them.
+
+    `logp` [R] is the log-probability that a looked-up token is accepted after the one before it. A
+    candidate of both sources takes the higher score, which raises its descendants' scores as well.
+    """
+    R, E, device = tokens.shape[0], pool.tokens.shape[0], tokens.device
+    levels = levels_of(k, n_levels)
+    on_chain = torch.zeros(0, dtype=torch.bool, device=device)  # EAGLE's, on the lookup's path
+    scores = pool.scores[:0]
+    parent = torch.full((1,), -1, device=device)  # pool index of the chain's last token
+    path = logp.new_zeros(1)  # score of the chain's last token
+    parents, paths = [], []  # parents and scores of the chain's tokens
+    for depth in range(R):
+        parents.append(parent)
+        path = path + logp[depth]
+        parent = torch.full_like(parent, E + depth)
+        partner = torch.zeros(1, dtype=torch.bool, device=device)  # whether EAGLE has it as well
+        if depth < len(levels):
+            here, base = levels[depth], pool.scores.new_zeros(1)
+            same, own = pool.tokens[here] == tokens[depth], pool.scores[here]
+            if depth:
+                above = pool.parents[here]
+                same = same & on_chain[above]
+                base, own = scores[above], own - pool.scores[above]
+            own = own.clamp(max=0)
+            scores = torch.cat((scores, base + torch.where(same, own.maximum(logp[depth]), own)))
+            on_chain = torch.cat((on_chain, same))
+            partner = same.any(0, keepdim=True)
+            place = here.start + same.long().argmax(0, keepdim=True)
+            parent = torch.where(partner, place, parent)
+            path = torch.where(partner, scores[place], path)
+        paths.append(torch.where(partner, float("-inf"), path))
+    for here in levels[R:]:
+        above = pool.parents[here]
+        own = (pool.scores[here] - pool.scores[above]).clamp(max=0)
+        scores = torch.cat((scores, scores[above] + own))
+    both = F.pad(on_chain, (0, E - len(on_chain)))
+    sources = torch.cat((HEAD + LOOKUP * both, torch.full((R,), LOOKUP, device=device)))
+    return Pool(
+        torch.cat((pool.tokens, tokens)),
+        torch.cat((scores, *paths)),
+        torch.cat((pool.parents, *parents)),
+        sources,
     )
 
 

@@ -20,16 +20,22 @@ OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 
 
 def rerank(
-    tokens: Tensor, scores: Tensor, parents: Tensor, root: Tensor, n_nodes: int
+    tokens: Tensor,
+    scores: Tensor,
+    parents: Tensor,
+    sources: Tensor | None,
+    root: Tensor,
+    n_nodes: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return tokens, parents, validity and places [T] of the tree of the best of P candidates.
+    """Return tokens, parents, validity and sources [T] of the tree of the best of P candidates.
 
-    A place is the index of a candidate, 0 for the root. See `tree.rerank`; NaN counts as -inf.
+    Without `sources` there are none: [0]. See `tree.rerank`; NaN counts as -inf.
     """
     P, device = len(tokens), tokens.device
     T = min(n_nodes, P) + 1
     # Three tensors, not three rows of one: the results of an operator must not share memory.
-    ids, above, places = (torch.empty(T, dtype=torch.int64, device=device) for _ in range(3))
+    sizes = T, T, 0 if sources is None else T
+    ids, above, chosen = (torch.empty(n, dtype=torch.int64, device=device) for n in sizes)
     valid = torch.empty(T, dtype=torch.bool, device=device)
     rows = torch.empty(P, dtype=torch.int32, device=device)
     P_PAD = max(16, triton.next_power_of_2(P))
@@ -37,19 +43,21 @@ def rerank(
         tokens,
         scores,
         parents,
+        sources,
         root,
         ids,
         above,
         valid,
-        places,
+        chosen,
         rows,
         P,
         T,
+        SOURCED=sources is not None,
         P_PAD=P_PAD,
         CHUNK=min(P_PAD, PAIRS // P_PAD),
         **OPTIONS,
     )
-    return ids, above, valid, places
+    return ids, above, valid, chosen
 
 
 def relations(parents: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -84,14 +92,16 @@ def rerank_kernel(
     tokens_ptr,
     scores_ptr,
     parents_ptr,
+    sources_ptr,
     root_ptr,
     out_tokens_ptr,
     out_parents_ptr,
     out_valid_ptr,
-    out_places_ptr,
+    out_sources_ptr,
     rows_ptr,
     P,
     T,
+    SOURCED: tl.constexpr,
     P_PAD: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -118,11 +128,13 @@ def rerank_kernel(
     tl.store(out_tokens_ptr + row, token, mask=selected)
     tl.store(out_parents_ptr + row, above, mask=selected)
     tl.store(out_valid_ptr + row, valid, mask=selected)
-    tl.store(out_places_ptr + row, i.to(tl.int64), mask=selected)
     tl.store(out_tokens_ptr, tl.load(root_ptr))
     tl.store(out_parents_ptr, 0)
     tl.store(out_valid_ptr, True)
-    tl.store(out_places_ptr, 0)
+    if SOURCED:
+        sources = tl.load(sources_ptr + i, mask=i < P, other=0)
+        tl.store(out_sources_ptr + row, sources, mask=selected)
+        tl.store(out_sources_ptr, 0)
 
 
 @triton.jit(do_not_specialize=["T"])

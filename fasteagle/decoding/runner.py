@@ -20,8 +20,8 @@ from fasteagle.config import HeadConfig
 from fasteagle.decoding.cycle import EAGER, Pieces, decode_cycle, finish, select
 from fasteagle.decoding.launch import Capture, Done, Launch, drop_others, may_be_shorter, variant_of
 from fasteagle.decoding.together import verify_together
-from fasteagle.drafting.base import Drafter
-from fasteagle.drafting.draft_head import DraftOps, HeadDrafter, RankingDrafter, under_mask
+from fasteagle.drafting.base import Drafter, DraftOps
+from fasteagle.drafting.draft_head import HeadDrafter, under_mask
 from fasteagle.logits import LogitsProcessor
 from fasteagle.model import CORE, EagleHead, Ops, Output, Target
 from fasteagle.state import CycleSpec, DecodeState
@@ -274,8 +274,7 @@ class Backend:
 
     def adopt(self, drafter: Drafter) -> None:
         """Let a drafter draft by this backend's operations."""
-        if isinstance(drafter, RankingDrafter):
-            drafter.run_by(self.draft_ops(drafter))
+        drafter.run_by(self.draft_ops(drafter))
 
     def drafts(self, drafter: Drafter | None, spec: CycleSpec) -> bool:
         """Return whether kernels run all drafting of a cycle, so that none of it is compiled."""
@@ -320,7 +319,7 @@ class Backend:
         """
         return verify_together(states, self.target, proposals)
 
-    def draft_ops(self, drafter: RankingDrafter) -> DraftOps:
+    def draft_ops(self, drafter: Drafter) -> DraftOps:
         """Return the operations that `drafter` has to draft by."""
         return DraftOps(head=self.step(drafter.head) if isinstance(drafter, HeadDrafter) else None)
 

@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
 from fasteagle.drafting.company import Company
 from fasteagle.drafting.ladder import Ranks
+from fasteagle.drafting.lookup import Lookup
 from fasteagle.drafting.policy import Outcome, Policy
 from fasteagle.drafting.thresholds import Thresholds
 from fasteagle.model import KVCache
 from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import AnyShape
 from fasteagle.state import Accept, Committed, CycleSpec, DecodeState
-from fasteagle.tree import DraftTree
+from fasteagle.tree import DraftTree, Pool, fuse, rerank
 
 START_HEAD_GAIN = 0.4  # tokens that a draft head's chain brings over its cost, before that is known
 
@@ -36,6 +37,25 @@ class Tuning:
     ranks: Ranks
     head: str = ""  # digest of the draft head's files (`tensors.files_digest`)
     corpus: bool = False  # whether the lookup searches a corpus
+
+
+def top_children(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return draft ids and log-probabilities [W, k] of each row's k best of logits [W, V]."""
+    values, ids = logits.float().topk(k, dim=-1)
+    return ids, values - logits.float().logsumexp(-1, keepdim=True)
+
+
+class DraftOps(NamedTuple):
+    """Operations of drafting that a backend may replace; the defaults are the core's.
+
+    `head` runs a step of the draft head; None is `EagleHead.forward`.
+    """
+
+    top_children: Callable[[Tensor, int], tuple[Tensor, Tensor]] = top_children
+    rerank: Callable[[Pool, Tensor, int], DraftTree] = rerank
+    head: Callable[..., tuple[Tensor, Tensor]] | None = None
+    look_up: Callable[[Lookup, Tensor, Tensor, int], tuple[Tensor, Tensor]] = Lookup.propose
+    fuse: Callable[[Pool, int, int, Tensor, Tensor], Pool] = fuse
 
 
 class Drafter:
@@ -55,6 +75,7 @@ class Drafter:
     policy: Policy | None = None  # chooses its trees while decoding, once costs are known
     company: Company | None = None  # chooses them instead, while other sequences share the passes
     fixed_thresholds = Thresholds()  # of gated chains without a policy
+    ops = DraftOps()
     _origin: Self | None = None
 
     @property
@@ -86,6 +107,10 @@ class Drafter:
     def advanced(self) -> Sequence[Tensor]:
         """Tensors that a cycle changes, other than cache rows past the text."""
         return []
+
+    def run_by(self, ops: DraftOps) -> None:
+        """Draft by these operations of the backend from now on."""
+        self.ops = ops
 
     def reserve(self, n_tokens: int) -> None:
         """Make room for `n_tokens` tokens of text and a tree after them."""

@@ -17,7 +17,7 @@ from fasteagle.drafting.base import Drafter
 from fasteagle.model import EagleHead, KVCache, as_mask
 from fasteagle.sampling import SamplingMode, SamplingTensors, gumbel_noise
 from fasteagle.state import Committed
-from fasteagle.tree import DraftTree, Pool, TreeView, rerank
+from fasteagle.tree import DraftTree, Pool, TreeView
 
 
 class Prediction(NamedTuple):
@@ -27,33 +27,11 @@ class Prediction(NamedTuple):
     feature: Tensor  # [B, D]
 
 
-def top_children(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return draft ids and log-probabilities [W, k] of each row's k best of logits [W, V]."""
-    values, ids = logits.float().topk(k, dim=-1)
-    return ids, values - logits.float().logsumexp(-1, keepdim=True)
-
-
-class DraftOps(NamedTuple):
-    """Operations of drafting that a backend may replace; the defaults are the core's.
-
-    `head` runs a step of the draft head; None is `EagleHead.forward`.
-    """
-
-    top_children: Callable[[Tensor, int], tuple[Tensor, Tensor]] = top_children
-    rerank: Callable[[Pool, Tensor, int], DraftTree] = rerank
-    head: Callable[..., tuple[Tensor, Tensor]] | None = None
-
-
 class RankingDrafter(Drafter):
     """Base class of drafters that score a node's children by logits over `target_ids`."""
 
     noise: str
     target_ids: Tensor
-    ops = DraftOps()
-
-    def run_by(self, ops: DraftOps) -> None:
-        """Draft by these operations of the backend from now on."""
-        self.ops = ops
 
     def step(
         self,

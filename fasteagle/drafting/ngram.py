@@ -47,6 +47,6 @@ class NgramDrafter(Drafter):
 
     def propose(self, prediction: None, state: DecodeState, spec: CycleSpec) -> DraftTree:
         assert isinstance(spec.shape, TreeShape), "the engine asks for shapes of this drafter"
-        tokens, _ = self.lookup.propose(state.text, state.seq_len, spec.depth)
+        tokens, _ = self.ops.look_up(self.lookup, state.text, state.seq_len, spec.depth)
         rows = torch.cat((state.root, tokens))
         return chain(rows, rows >= 0)

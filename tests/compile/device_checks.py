@@ -10,12 +10,13 @@ from torch import Tensor
 
 from fasteagle.compile import cuda_ops
 from fasteagle.compile.int8_cache import over_int8
+from fasteagle.drafting.lookup import NOTHING, Lookup
 from fasteagle.model import KVCache, Target
 from fasteagle.quant.cuda_linear import InterleavedLinear
 from fasteagle.quant.linear import QuantizedLMHead
 from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import Scheme
-from fasteagle.tree import Pool, TreeView, relations, rerank
+from fasteagle.tree import Pool, TreeView, fuse, relations, rerank
 from helpers import eagle3_of, random_head
 from interleaved_models import (
     SEQ_LEN,
@@ -128,3 +129,56 @@ def check_order(P: int, N: int, device: str) -> None:
         seen = relations(expected.parents, expected.valid)
         for value, other in zip(seen, cuda_ops.relate(result.parents, result.valid), strict=True):
             assert torch.equal(value, other.cpu()) and value.dtype == other.dtype
+
+
+def check_lookup(device: str) -> None:
+    """Slow twin is `Lookup.propose`: in a text of three tokens, with loops, cut and exchanged."""
+    text = torch.randint(0, 3, (5000,), generator=torch.Generator().manual_seed(1))
+    text[10:60], text[60:90] = text[10], text[3000:3030]
+    there = text.to(device)
+    own, other = Lookup(), Lookup(device=device)
+    ends = [0, 1, 2, 3, 7, 12, 20, 29, 29, 33, 58, 64, 70, 89, 2047, 2049, 3030, 4999, 15, 4500]
+    for i, last in enumerate(ends):
+        reach = (8, 1, 63)[i // 7]
+        expected = own.propose(text, torch.tensor(last), reach)
+        tokens, logp = cuda_ops.look_up(other, there, torch.tensor(last, device=device), reach)
+        assert torch.equal(tokens.cpu(), expected[0]), last
+        torch.testing.assert_close(logp.cpu(), expected[1], rtol=1e-5, atol=1e-6)
+        assert torch.equal(other.last.cpu(), own.last)
+        torch.testing.assert_close(other.table.cpu(), own.table, rtol=1e-6, atol=0)
+
+
+def check_fuse(k: int, n_levels: int, R: int, device: str) -> None:
+    """Slow twin is `tree.fuse`: chains that leave the draft head's candidates at every level."""
+    generator = torch.Generator().manual_seed(k + R)
+    for leaves in range(R + 1):
+        tokens, parents, path, frontier = [], [], [], [-1]
+        for level in range(n_levels):
+            begin = len(tokens)
+            for parent in frontier:
+                tokens += torch.randperm(k + 3, generator=generator)[:k].tolist()
+                parents += [parent] * k
+            frontier = torch.arange(begin, len(tokens))
+            frontier = frontier[torch.randperm(len(frontier), generator=generator)[:k]].tolist()
+            below = [i for i in frontier if parents[i] == (path[-1] if path else -1)]
+            if len(path) == level and below:
+                path.append(below[0])
+        E = len(tokens)
+        steps = -torch.rand(E, generator=generator)
+        scores = torch.zeros(E)
+        for i, parent in enumerate(parents):
+            scores[i] = (scores[parent] if parent >= 0 else 0) + steps[i]
+        columns = torch.tensor([tokens, parents], dtype=torch.long).view(2, E)
+        pool = Pool(columns[0], scores, columns[1])
+        looked_up = torch.full((R,), k + 5)
+        for i in range(min(leaves, len(path))):
+            looked_up[i] = tokens[path[i]]
+        logp = -torch.rand(R, generator=generator)
+        if leaves % 2:  # the match ends, or there is none
+            looked_up[leaves:], logp[leaves:] = NOTHING, float("-inf")
+        there = Pool(*(tensor.to(device) for tensor in pool[:3]))
+        expected = fuse(pool, k, n_levels, looked_up, logp)
+        result = cuda_ops.fuse(there, k, n_levels, looked_up.to(device), logp.to(device))
+        for name, value in expected._asdict().items():
+            assert torch.equal(getattr(result, name).cpu(), value), (name, leaves)
+            assert getattr(result, name).dtype == value.dtype

@@ -9,7 +9,7 @@ from fasteagle.compile.cpu_backend import native_step
 from fasteagle.compile.cpu_draft import NativeDraft, Text, can_draft
 from fasteagle.decoding.cycle import EAGER
 from fasteagle.decoding.runner import Backend
-from fasteagle.drafting.draft_head import DraftOps
+from fasteagle.drafting.base import DraftOps
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.thresholds import Thresholds
 from fasteagle.generate import Engine

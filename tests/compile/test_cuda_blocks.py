@@ -11,10 +11,16 @@ from unittest import mock
 import pytest
 import torch
 
-from device_checks import check_cache_in_8_bits, check_order, check_step_of_head
+from device_checks import (
+    check_cache_in_8_bits,
+    check_fuse,
+    check_lookup,
+    check_order,
+    check_step_of_head,
+)
 from fasteagle.config import MoEConfig
 from fasteagle.decoding.cycle import EAGER
-from fasteagle.drafting.draft_head import top_children
+from fasteagle.drafting.base import top_children
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
@@ -231,6 +237,14 @@ def test_a_step_of_a_draft_head_on_the_device(algorithm, lm_head):
 def test_the_order_of_a_tree_on_the_device(P, N):
     """Threads of a program hand each other rows through memory."""
     check_order(P, N, "cuda")
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_lookups_on_the_device():
+    check_lookup("cuda")
+    for shape in ((3, 3, 8), (10, 6, 8), (1, 0, 6), (2, 5, 63)):
+        check_fuse(*shape, "cuda")
 
 
 @pytest.mark.gpu

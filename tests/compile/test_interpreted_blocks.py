@@ -17,8 +17,8 @@ from device_checks import check_cache_in_8_bits, check_order, check_step_of_head
 from fasteagle.compile import cuda_backend, cuda_blocks, cuda_ops, proof
 from fasteagle.compile.int8_cache import dense_rows
 from fasteagle.compile.kernels import block_kernels, draft_kernels, gate_kernels
-from fasteagle.drafting.draft_head import top_children
-from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.drafting.base import top_children
+from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.generate import Engine
 from fasteagle.loading import source
 from fasteagle.loading.open import open_model
@@ -29,7 +29,7 @@ from fasteagle.quant.cuda_linear import InterleavedLinear
 from fasteagle.quant.linear import QuantizedLMHead
 from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import Scheme
-from fasteagle.shapes import TreeShape
+from fasteagle.shapes import FusedShape
 from fasteagle.tree import chain, relations, rerank
 from helpers import eagle3_of, random_head, rest_slow, save_tiny
 from interleaved_models import (
@@ -409,7 +409,7 @@ def test_what_operators_declare(monkeypatch):
     """What they write, what they return, and the same of fake tensors."""
     target, _ = packed_target("gqa", n_layer=1, vocab_size=64)
     head, _ = packed_head(random_head(target, eagle3=eagle3_of("eagle3", target.config)))
-    drafter = EagleDrafter(head, TreeShape(2, 3, 5), 128)
+    drafter = FusedDrafter(head, FusedShape(2, 3, 5, 4), 128)
     engine = Engine(target, 128, drafter=drafter, backend=KernelBackend(target))
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # else no operator is called
     with Recording() as recording:
@@ -417,7 +417,7 @@ def test_what_operators_declare(monkeypatch):
         list(engine.generate([5, 6, 7, 8], SamplingParams(), 4))
     names = {function._schema.name.split("::")[1] for function in recording.calls}
     expected = {"fused_blocks", "rms_norm", "top_children", "rerank", "relations"}
-    assert names >= expected | {"move_rows"}
+    assert names >= expected | {"move_rows", "look_up", "fuse"}
     for function, (args, kwargs) in recording.calls.items():
         for weights in recording.weights[function]:  # `opcheck` copies the key, too
             anywhere = collections.defaultdict(lambda weights=weights: weights)

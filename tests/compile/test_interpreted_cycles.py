@@ -67,6 +67,7 @@ def test_text_and_cache_are_those_of_plain_decoding(
     assert processor is None or not any(token % 2 for token in text)
     assert engine.stats.drafted >= 5 and engine.stats.path_lengths
     launched = PASS + DRAFT + (EXPERTS if backend.target.config.moe is not None else ())
+    launched += ("look_up", "fuse") if shape is FUSED else ()
     assert kernels_on_cpu.launches.keys() >= {f"{kernel}_kernel" for kernel in launched}
 
 
@@ -96,13 +97,17 @@ def test_a_second_turn_is_that_of_plain_decoding(kernels_on_cpu, algorithm, para
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("algorithm", "params"), [("eagle1", DRAWN), ("eagle3", GREEDY)], ids=str)
+@pytest.mark.parametrize(
+    ("algorithm", "shape", "params"), [("eagle1", TREE, DRAWN), ("eagle3", FUSED, GREEDY)], ids=str
+)
 @pytest.mark.usefixtures("products_by_torch")
-def test_compiled_pieces_do_what_eager_ones_do(kernels_on_cpu, monkeypatch, algorithm, params):
+def test_compiled_pieces_do_what_eager_ones_do(
+    kernels_on_cpu, monkeypatch, algorithm, shape, params
+):
     """The same drafts are made and accepted, and keys and values are equal bit for bit."""
     from ptx import inductor
 
-    backend, drafter = made(algorithm, TREE)
+    backend, drafter = made(algorithm, shape)
     text, cache, eager = answer(backend, params, 4, drafter())
     compiled = [inductor.compiled(piece) for piece in backend.pieces]
     monkeypatch.setattr(KernelBackend, "pieces", Pieces(*compiled))

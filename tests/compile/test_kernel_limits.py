@@ -19,6 +19,7 @@ from fasteagle.compile.kernels import (
     draft_kernels,
     expert_kernels,
     gate_kernels,
+    lookup_kernels,
     order_kernels,
     sequence_kernels,
     tree_kernels,
@@ -40,7 +41,7 @@ POINTERS = {
     **dict.fromkeys(("seq_len_ptr", "depths_ptr", "slots_ptr", "start_ptr", "path_ptr"), I64),
     **dict.fromkeys(("table_ptr", "positions_ptr", "seq_lens_ptr"), I64),
     **dict.fromkeys(("best_ptr", "tokens_ptr", "parents_ptr", "root_ptr"), I64),
-    **dict.fromkeys(("out_tokens_ptr", "out_parents_ptr", "out_places_ptr"), I64),
+    **dict.fromkeys(("out_tokens_ptr", "out_parents_ptr", "out_sources_ptr", "sources_ptr"), I64),
     **dict.fromkeys(("valid_ptr", "mask_ptr", "out_valid_ptr"), "*i1"),
     **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "q_norm_ptr", "k_norm_ptr", "scale_ptr"), "*bf16"),
     **dict.fromkeys(("bias_ptr",), "*bf16"),
@@ -62,8 +63,22 @@ def rope(cache, shared=False):
 
 
 def rerank(P_PAD, CHUNK):
-    constants = dict(P_PAD=P_PAD, CHUNK=CHUNK)
+    constants = dict(P_PAD=P_PAD, CHUNK=CHUNK, SOURCED=True)
     return order_kernels.rerank_kernel, {}, constants, order_kernels.OPTIONS
+
+
+def look_up():
+    pointers = ("text_ptr", "last_ptr", "recent_ptr", "tokens_ptr")
+    types = dict.fromkeys(pointers, I64) | dict.fromkeys(("table_ptr", "logp_ptr"), F32)
+    constants = dict(MOST=63, LONGEST=8, CLASSES=8, MEMORY=128.0, RAREST=1e-3)
+    constants |= dict(NOTHING=-1, OUTSIDE=-2, CHUNK=lookup_kernels.CHUNK)
+    return lookup_kernels.look_up_kernel, types, constants, lookup_kernels.OPTIONS
+
+
+def fuse(K, PAD):
+    types = {"looked_up_ptr": I64, "out_scores_ptr": F32}
+    constants = dict(K=K, PAD=PAD, HEAD=1, LOOKUP=2)
+    return lookup_kernels.fuse_kernel, types, constants, lookup_kernels.FUSE_OPTIONS
 
 
 def relations(T_PAD, ROUNDS):
@@ -131,6 +146,9 @@ SMALL = {
     ),
     "rerank": rerank(1024, 8),
     "rerank of the default": rerank(128, 64),
+    "look up": look_up(),
+    "fuse": fuse(10, 128),
+    "fuse of many": fuse(32, 1024),
     "relations": relations(64, 6),
     "relations of few rows": relations(16, 4),
     "scores": scores(2048),
@@ -158,7 +176,7 @@ def build(kernel, card):
 
 # On Hopper those that take most registers, or shared memory.
 ON_HOPPER = ("norm, wide", "rope to int8", "gate of a prompt", "merge", "rerank", "relations")
-ON_HOPPER += ("scores, wide", "route of many")
+ON_HOPPER += ("scores, wide", "route of many", "look up")
 
 
 @pytest.mark.parametrize(
@@ -169,7 +187,7 @@ def test_small_kernels(name, card, tmp_path):
     compiled = build(SMALL[name], card)
     _, usage = sass.disassemble(compiled, tmp_path)
     assert usage.stack == usage.local == 0, "registers spill"
-    few = "norm", "rerank", "relations", "scores", "route"
+    few = "norm", "rerank", "relations", "scores", "route", "look up"
     alone = name.startswith(few)  # few programs, or one
     assert usage.registers <= (200 if alone else 170)
     assert usage.shared <= 32 * 1024

@@ -22,7 +22,7 @@ from fasteagle.compile.precompile import (
     run_trees,
 )
 from fasteagle.decoding.runner import Runner
-from fasteagle.drafting.draft_head import DraftOps
+from fasteagle.drafting.base import DraftOps
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.generate import Engine
@@ -41,7 +41,7 @@ pytest.importorskip("triton", reason="Triton is not installed (it comes with tor
 import triton
 
 from fasteagle.compile import cuda_ops
-from fasteagle.compile.kernels import block_kernels, draft_kernels, order_kernels
+from fasteagle.compile.kernels import block_kernels, draft_kernels, lookup_kernels, order_kernels
 from fasteagle.quant import kernels
 
 DEVICE = 99  # no real one's number: Triton keeps binders by device
@@ -126,12 +126,17 @@ def test_passes_leave_the_engine_alone_and_stay_within_the_shortest_tables(max_s
 def test_kernels_of_drafting_and_committing_are_among_them(card, monkeypatch):
     monkeypatch.setattr(cuda_ops, "rerank_pool", order_kernels.rerank)
     monkeypatch.setattr(cuda_ops, "relate_rows", order_kernels.relations)
+    monkeypatch.setattr(cuda_ops, "look_up_text", lookup_kernels.look_up)
+    monkeypatch.setattr(cuda_ops, "fuse_pool", lookup_kernels.fuse)
     target = random_target(tiny_config())
     engine = captured_engine(target, 256)
-    engine.use(EagleDrafter(random_head(target), TreeShape(3, 3, 8), 256))
+    shape = FusedShape(3, 3, 8, 3)
+    engine.use(FusedDrafter(random_head(target), shape, 256))
     drafter, state = engine.drafter, engine.state
-    drafter.run_by(DraftOps(draft_kernels.top_children, cuda_ops.rerank))
-    specs = [engine.spec(shape, SamplingMode()) for shape in (None, TreeShape(3, 3, 8))]
+    kernels = cuda_ops.rerank, None, cuda_ops.look_up, cuda_ops.fuse
+    drafter.run_by(DraftOps(draft_kernels.top_children, *kernels))
+    specs = [engine.spec(shape, SamplingMode()) for shape in (None, shape)]
+    learned = [tensor.clone() for tensor in drafter.advanced]
     moved = []
 
     def move_rows(cache, start, path):
@@ -142,9 +147,10 @@ def test_kernels_of_drafting_and_committing_are_among_them(card, monkeypatch):
         run_head(drafter, {spec.width for spec in specs})
         run_trees(drafter, specs, state, cuda_ops.relate)
         run_commits(Target(target), specs, move_rows)
-    names = ("chunk", "merge", "commit", "rerank", "relations")
+    names = ("chunk", "merge", "commit", "look_up", "fuse", "rerank", "relations")
     assert {name for name, _ in variants} == {f"{name}_kernel" for name in names}
     assert moved == [4], "plain cycles move nothing"
+    assert all(map(torch.equal, drafter.advanced, learned))
 
 
 def test_the_rows_and_candidates_of_cycles_to_come(monkeypatch):

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from fasteagle.drafting.eagle import EagleDrafter
-from fasteagle.drafting.fused import FusedDrafter, fuse
+from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.drafting.lookup import NOTHING, Corpus, Lookup
 from fasteagle.errors import FasteagleError
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import FusedShape, GatedChain, TreeShape, shape_of
 from fasteagle.state import CycleSpec
-from fasteagle.tree import HEAD, LOOKUP, Pool, ancestor_mask, rerank
+from fasteagle.tree import HEAD, LOOKUP, Pool, ancestor_mask, fuse, rerank
 from helpers import drawing, eagle3_of, empty_state, pairs, random_head
 
 X = NOTHING

@@ -47,7 +47,7 @@ def product() -> torch.Tensor:
 def rerank() -> torch.Tensor:
     scores = torch.arange(40) * 7 % 40 + 0.0
     order = torch.arange(40)
-    return order_kernels.rerank(order, scores, order - 1, torch.tensor([7]), 12)[1]
+    return order_kernels.rerank(order, scores, order - 1, None, torch.tensor([7]), 12)[1]
 
 
 FAULTS = {
