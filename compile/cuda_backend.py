@@ -51,8 +51,8 @@ def draft(state: DecodeState, drafter: Drafter | None, spec: CycleSpec) -> Propo
 
 
 def finish(state: DecodeState, spec: CycleSpec, proposal: Proposal, output: Output) -> None:
-    """Run `cycle.accept_and_commit`, with accepted rows moved by our kernel."""
-    cycle.accept_and_commit(state, spec, proposal, output, cuda_ops.move_rows)
+    """Run `cycle.accept_and_commit`, with tokens drawn and accepted rows moved by our kernels."""
+    cycle.accept_and_commit(state, spec, proposal, output, cuda_ops.move_rows, cuda_ops.draw)
 
 
 class CudaBackend(Backend):

@@ -1,7 +1,7 @@
 """Custom ops over the small kernels of the cycle on CUDA.
 
 Each has a reference in plain torch: `base.top_children`, `tree.rerank`, `tree.relations`,
-`Lookup.propose`, `tree.fuse`, `KVCache.commit`.
+`Lookup.propose`, `tree.fuse`, `sampling.draw`, `KVCache.commit`.
 
 Shapes: W rows, V vocabulary, P planes of a cache or candidates of a tree, T tree rows, G KV heads,
 S slots, E head dim.
@@ -16,6 +16,7 @@ from fasteagle import tree
 from fasteagle.device import on_device_of
 from fasteagle.drafting.lookup import Lookup
 from fasteagle.model import KVCache
+from fasteagle.sampling import SamplingMode, SamplingTensors, process_logits
 from fasteagle.tree import DraftTree, Pool, Relations
 
 # Limits of one program of `order_kernels` and `lookup_kernels`.
@@ -50,6 +51,42 @@ def move_cache_rows(rows: Tensor, start: Tensor, path: Tensor) -> None:
 def move_rows(cache: KVCache, start: Tensor, path: Tensor) -> None:
     """Run `KVCache.commit` in one launch."""
     move_cache_rows(cache.rows, start, path)
+
+
+@torch.library.custom_op("fasteagle::draw", mutates_args=(), device_types="cuda")
+def draw_tokens(
+    logits: Tensor, positions: Tensor, seed: Tensor, temperature: Tensor, noisy: bool, scaled: bool
+) -> Tensor:
+    """Sample a token for each row of logits [T, V]; see `draw_kernels.draw`."""
+    from fasteagle.compile.kernels import draw_kernels
+
+    with on_device_of(logits):
+        return draw_kernels.draw(logits, positions, seed, temperature, noisy, scaled)
+
+
+@draw_tokens.register_fake
+def _(
+    logits: Tensor, positions: Tensor, seed: Tensor, temperature: Tensor, noisy: bool, scaled: bool
+) -> Tensor:
+    return positions.new_empty(len(logits))
+
+
+def draw(
+    logits: Tensor,
+    positions: Tensor,
+    kind: SamplingMode,
+    sampling: SamplingTensors,
+    seen: Tensor | None = None,
+    depths: Tensor | None = None,
+) -> Tensor:
+    """Run `sampling.draw` in two launches, after what excludes or penalizes tokens."""
+    alone = not kind.filtered and not kind.penalty
+    if not alone:
+        logits = process_logits(logits.float(), kind, sampling, seen)
+    noisy = not kind.greedy
+    rows = positions[depths] if noisy and depths is not None else positions
+    seed, temperature = sampling.seed, sampling.temperature
+    return draw_tokens(logits, rows, seed, temperature, noisy, noisy and alone)
 
 
 @torch.library.custom_op("fasteagle::rerank", mutates_args=(), device_types="cuda")

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fasteagle.compile.cuda_ops import move_rows, relate
+from fasteagle.compile.cuda_ops import draw, move_rows, relate
 from fasteagle.compile.short_prompts import ROWS
 from fasteagle.decoding.runner import Backend
 from fasteagle.drafting.base import Drafter
@@ -108,6 +108,7 @@ def compile_ahead(
         run_passes(backend.target, sorted({1, *ROWS, *(spec.rows for spec in specs)}))
         run_head(drafter, {spec.width for spec in specs if spec.width})
         run_trees(drafter, specs, state, relate)
+        run_draws(backend.target, specs, state, draw)
         run_commits(backend.target, specs, move_rows)
 
     return compile_launches(launch, backend.target.weight.device)
@@ -194,6 +195,16 @@ def run_trees(
                 drafter.select(pool, state, spec)
             else:
                 drafter.rerank(pool, state.root, shape.nodes)
+
+
+@torch.no_grad()
+def run_draws(
+    target: Target, specs: Sequence[CycleSpec], state: DecodeState, draw: Callable[..., Tensor]
+) -> None:
+    """Draw a token from the logits of one row in each sampling mode of `specs`."""
+    logits = target.model.lm_head(target.weight.new_zeros(1, target.config.dim))
+    for kind in {spec.kind for spec in specs}:
+        draw(logits, state.seq_len.view(1), kind, state.sampling)
 
 
 @torch.no_grad()

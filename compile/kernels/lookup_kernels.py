@@ -176,7 +176,11 @@ def look_up_kernel(
     tl.store(recent_ptr + 3, tl.where(size > 0, R, 0).to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["E", "R", "L"])
+@triton.jit(
+    do_not_specialize=["E", "R", "L"],
+    # Candidates of one of several texts may begin anywhere.
+    do_not_specialize_on_alignment=["tokens_ptr", "scores_ptr", "parents_ptr"],
+)
 def fuse_kernel(
     tokens_ptr,
     scores_ptr,

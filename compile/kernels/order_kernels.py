@@ -87,7 +87,11 @@ def _scores(scores_ptr, i, P):
     return tl.where(scores == scores, scores, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["P", "T"])
+@triton.jit(
+    do_not_specialize=["P", "T"],
+    # Candidates of one of several texts may begin anywhere.
+    do_not_specialize_on_alignment=["tokens_ptr", "scores_ptr", "parents_ptr"],
+)
 def rerank_kernel(
     tokens_ptr,
     scores_ptr,

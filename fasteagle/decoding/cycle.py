@@ -119,22 +119,28 @@ def accept_and_commit(
     proposal: Proposal,
     output: Output,
     move_rows: Callable[[KVCache, Tensor, Tensor], None] = KVCache.commit,
+    draw: Callable[..., Tensor] = draw,
 ) -> None:
-    """Choose a path from the root, and commit it."""
-    choose = spec.accept or accept_drawn
-    path = choose(state, spec, proposal, output.logits)
+    """Choose a path from the root, and commit it.
+
+    Unless the spec chooses otherwise, it is the path along the target's own tokens at every row.
+    """
+    if spec.accept is not None:
+        path = spec.accept(state, spec, proposal, output.logits)
+    else:
+        drawn = drawn_tokens(state, spec, proposal, output.logits, draw)
+        path = accept(drawn, proposal, spec.depth)
     commit(state, spec, proposal, output, path, move_rows)
 
 
-def accept_drawn(
-    state: DecodeState, spec: CycleSpec, proposal: Proposal, logits: Tensor
-) -> Accepted:
-    """Sample the target's token at every row, and accept the path along them from the root."""
-    return accept(drawn_tokens(state, spec, proposal, logits), proposal, spec.depth)
-
-
-def drawn_tokens(state: DecodeState, spec: CycleSpec, proposal: Proposal, logits: Tensor) -> Tensor:
-    """Return the target's own token after each row [T]."""
+def drawn_tokens(
+    state: DecodeState,
+    spec: CycleSpec,
+    proposal: Proposal,
+    logits: Tensor,
+    draw: Callable[..., Tensor] = draw,
+) -> Tensor:
+    """Return the target's own token after each row [T]; `draw` as in `sampling`."""
     depths = proposal.depths
     seen = seen_rows(state.seen, proposal) if spec.kind.penalty else None
     # Noise takes a millisecond for 16 levels, and a chain may be shorter than its shape.

@@ -12,10 +12,12 @@ from fasteagle.compile import cuda_ops
 from fasteagle.compile.int8_cache import over_int8
 from fasteagle.drafting.lookup import NOTHING, Lookup
 from fasteagle.model import KVCache, Target
+from fasteagle.options import SamplingParams
 from fasteagle.quant.cuda_linear import InterleavedLinear
 from fasteagle.quant.linear import QuantizedLMHead
 from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import Scheme
+from fasteagle.sampling import BAD_ROW, SamplingMode, SamplingTensors, draw
 from fasteagle.tree import Pool, TreeView, fuse, relations, rerank
 from helpers import eagle3_of, random_head
 from interleaved_models import (
@@ -129,6 +131,27 @@ def check_order(P: int, N: int, device: str) -> None:
         seen = relations(expected.parents, expected.valid)
         for value, other in zip(seen, cuda_ops.relate(result.parents, result.valid), strict=True):
             assert torch.equal(value, other.cpu()) and value.dtype == other.dtype
+
+
+def check_draw(V: int, device: str) -> None:
+    """Slow twin is `sampling.draw`, also of rows without a finite maximum."""
+    logits = 3 * torch.randn(7, V, generator=torch.Generator().manual_seed(V))
+    logits[0], logits[1, V // 2 :] = 0.0, float("-inf")
+    logits[2, 7], logits[3, V - 1] = float("inf"), float("nan")
+    logits[4] = float("-inf")
+    depths = torch.tensor([0, 1, 1, 2, 2, 0, 2])
+    modes = (0, {}), (0.8, {}), (1.3, {"top_k": 9}), (0.7, {"min_p": 0.1})
+    for dtype in (torch.float32, torch.bfloat16):
+        for temperature, rest in modes:
+            params = SamplingParams(temperature, seed=V << 33, **rest)
+            kind, positions = SamplingMode.of(params, V), torch.tensor([3, 900_000, 2])
+            results = []
+            for place, by in (("cpu", draw), (device, cuda_ops.draw)):
+                own = logits.to(place, dtype), positions.to(place), kind
+                tensors = SamplingTensors.of(params, place)
+                results.append(by(*own, tensors, None, depths.to(place)))
+            assert torch.equal(results[0], results[1].cpu()), (dtype, params)
+            assert results[0][2:5].tolist() == [BAD_ROW] * 3 and results[1].dtype == torch.int64
 
 
 def check_lookup(device: str) -> None:

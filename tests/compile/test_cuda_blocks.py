@@ -13,6 +13,7 @@ import torch
 
 from device_checks import (
     check_cache_in_8_bits,
+    check_draw,
     check_fuse,
     check_lookup,
     check_order,
@@ -237,6 +238,13 @@ def test_a_step_of_a_draft_head_on_the_device(algorithm, lm_head):
 def test_the_order_of_a_tree_on_the_device(P, N):
     """Threads of a program hand each other rows through memory."""
     check_order(P, N, "cuda")
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("V", [64, 32001, 128256])
+def test_drawn_tokens_on_the_device(V):
+    check_draw(V, "cuda")
 
 
 @pytest.mark.gpu

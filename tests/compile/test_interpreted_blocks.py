@@ -417,7 +417,7 @@ def test_what_operators_declare(monkeypatch):
         list(engine.generate([5, 6, 7, 8], SamplingParams(), 4))
     names = {function._schema.name.split("::")[1] for function in recording.calls}
     expected = {"fused_blocks", "rms_norm", "top_children", "rerank", "relations"}
-    assert names >= expected | {"move_rows", "look_up", "fuse"}
+    assert names >= expected | {"move_rows", "look_up", "fuse", "draw"}
     for function, (args, kwargs) in recording.calls.items():
         for weights in recording.weights[function]:  # `opcheck` copies the key, too
             anywhere = collections.defaultdict(lambda weights=weights: weights)

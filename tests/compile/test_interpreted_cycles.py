@@ -24,7 +24,7 @@ PROMPT = [5, 6, 7, 8] * 15  # rows of a tree go on in a second block of keys
 GREEDY, DRAWN = SamplingParams(), SamplingParams(0.8, seed=3)
 TREE, FUSED = TreeShape(2, 3, 5), FusedShape(2, 2, 6, 4)
 PASS = ("norm", "prefix", "finish")
-DRAFT = ("chunk", "merge", "rerank", "relations", "commit")
+DRAFT = ("chunk", "merge", "rerank", "relations", "draw", "last", "commit")
 EXPERTS = ("score", "route", "expert")
 # algorithm, shape, sampling, KV cache, target
 CYCLES = [

@@ -17,6 +17,7 @@ import sass
 from fasteagle.compile.kernels import (
     block_kernels,
     draft_kernels,
+    draw_kernels,
     expert_kernels,
     gate_kernels,
     lookup_kernels,
@@ -73,6 +74,13 @@ def look_up():
     constants = dict(MOST=63, LONGEST=8, CLASSES=8, MEMORY=128.0, RAREST=1e-3)
     constants |= dict(NOTHING=-1, OUTSIDE=-2, CHUNK=lookup_kernels.CHUNK)
     return lookup_kernels.look_up_kernel, types, constants, lookup_kernels.OPTIONS
+
+
+def draw(**modes):
+    constants = dict(NOISY=True, SCALED=True, CHUNK=draw_kernels.CHUNK) | modes
+    types = {"positions_ptr": I64, "seed_ptr": I64, "temperature_ptr": F32}
+    types |= {"best_ptr": F32}
+    return draw_kernels.draw_kernel, types, constants, draw_kernels.OPTIONS
 
 
 def fuse(K, PAD):
@@ -147,6 +155,14 @@ SMALL = {
     "rerank": rerank(1024, 8),
     "rerank of the default": rerank(128, 64),
     "look up": look_up(),
+    "draw": draw(),
+    "draw the best": draw(NOISY=False, SCALED=False),
+    "draw, last": (
+        draw_kernels.last_kernel,
+        {"best_ptr": F32},
+        dict(C_PAD=64, BAD_ROW=-1),
+        block_kernels.ONE_WARP,
+    ),
     "fuse": fuse(10, 128),
     "fuse of many": fuse(32, 1024),
     "relations": relations(64, 6),

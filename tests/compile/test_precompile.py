@@ -17,6 +17,7 @@ from fasteagle.compile.precompile import (
     compile_ahead,
     compile_all,
     run_commits,
+    run_draws,
     run_head,
     run_passes,
     run_trees,
@@ -41,7 +42,13 @@ pytest.importorskip("triton", reason="Triton is not installed (it comes with tor
 import triton
 
 from fasteagle.compile import cuda_ops
-from fasteagle.compile.kernels import block_kernels, draft_kernels, lookup_kernels, order_kernels
+from fasteagle.compile.kernels import (
+    block_kernels,
+    draft_kernels,
+    draw_kernels,
+    lookup_kernels,
+    order_kernels,
+)
 from fasteagle.quant import kernels
 
 DEVICE = 99  # no real one's number: Triton keeps binders by device
@@ -128,6 +135,7 @@ def test_kernels_of_drafting_and_committing_are_among_them(card, monkeypatch):
     monkeypatch.setattr(cuda_ops, "relate_rows", order_kernels.relations)
     monkeypatch.setattr(cuda_ops, "look_up_text", lookup_kernels.look_up)
     monkeypatch.setattr(cuda_ops, "fuse_pool", lookup_kernels.fuse)
+    monkeypatch.setattr(cuda_ops, "draw_tokens", draw_kernels.draw)
     target = random_target(tiny_config())
     engine = captured_engine(target, 256)
     shape = FusedShape(3, 3, 8, 3)
@@ -146,8 +154,10 @@ def test_kernels_of_drafting_and_committing_are_among_them(card, monkeypatch):
     with collecting() as variants:
         run_head(drafter, {spec.width for spec in specs})
         run_trees(drafter, specs, state, cuda_ops.relate)
+        run_draws(Target(target), specs, state, cuda_ops.draw)
         run_commits(Target(target), specs, move_rows)
-    names = ("chunk", "merge", "commit", "look_up", "fuse", "rerank", "relations")
+    names = ("chunk", "merge", "draw", "last", "commit")
+    names += ("look_up", "fuse", "rerank", "relations")
     assert {name for name, _ in variants} == {f"{name}_kernel" for name in names}
     assert moved == [4], "plain cycles move nothing"
     assert all(map(torch.equal, drafter.advanced, learned))

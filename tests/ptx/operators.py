@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from fasteagle.compile import cuda_blocks, cuda_ops, fixed_norm
-from fasteagle.compile.kernels import block_kernels, draft_kernels, lookup_kernels, order_kernels
+from fasteagle.compile.kernels import (
+    block_kernels,
+    draft_kernels,
+    draw_kernels,
+    lookup_kernels,
+    order_kernels,
+)
 from fasteagle.quant import interleaved
 from fasteagle.quant import kernels as quant_kernels
 
@@ -18,6 +24,7 @@ cuda_ops.top_children.register_kernel("cpu")(draft_kernels.top_children)
 cuda_ops.rerank_pool.register_kernel("cpu")(order_kernels.rerank)
 cuda_ops.look_up_text.register_kernel("cpu")(lookup_kernels.look_up)
 cuda_ops.fuse_pool.register_kernel("cpu")(lookup_kernels.fuse)
+cuda_ops.draw_tokens.register_kernel("cpu")(draw_kernels.draw)
 cuda_ops.relate_rows.register_kernel("cpu")(order_kernels.relations)
 cuda_ops.move_cache_rows.register_kernel("cpu")(block_kernels.commit)
 
