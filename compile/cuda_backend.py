@@ -114,8 +114,12 @@ class CudaBackend(Backend):
         self._draft = None  # it would run the kernels that it has
 
     @property
+    def merges_lookup(self) -> bool:  # type: ignore[override]
+        return self._has_triton and "commits" not in self.left
+
+    @property
     def pieces(self) -> Pieces:
-        if not self._has_triton or "commits" in self.left:
+        if not self.merges_lookup:
             return EAGER
         return Pieces(draft, EAGER.verify, finish)
 
@@ -219,12 +223,12 @@ class CudaBackend(Backend):
     def select(
         self, pool: Pool, state: DecodeState, drafter: Drafter | None, spec: CycleSpec
     ) -> Proposal:
-        relate = relations if self.pieces is EAGER else cuda_ops.relate
+        relate = cuda_ops.relate if self.merges_lookup else relations
         return cycle.select(pool, state, drafter, spec, relate)
 
     def draft_ops(self, drafter: Drafter) -> DraftOps:
         ops = super().draft_ops(drafter)
-        if not self._has_triton or "commits" in self.left:
+        if not self.merges_lookup:
             return ops
         return DraftOps(
             cuda_ops.top_children, cuda_ops.rerank, ops.head, cuda_ops.look_up, cuda_ops.fuse

@@ -217,8 +217,7 @@ LOOKUP_DEPTH = 8
 class DraftOptions:
     """Options of drafting.
 
-    `drafter` auto is n-gram lookup; with a draft head an EAGLE tree, or both where our CPU kernels
-    run.
+    `drafter` auto is n-gram lookup; with a draft head an EAGLE tree, or both where our kernels run.
     """
 
     drafter: str = option("auto", "What guesses ahead.", kind=DRAFTERS)

@@ -262,6 +262,8 @@ def _eagle(
     prove_drafting(engine.backend, head, strict)
     quantized_on_cpu = scheme is not None and engine.on_cpu
     native = drafts_chains(engine.backend)
+    if engine.backend.merges_lookup and options.auto_tree and options.drafter == "auto":
+        options = dataclasses.replace(options, drafter="fused")
     drafter = tree_drafter(head, options, engine.max_seq_len, quantized_on_cpu, corpus, native)
     is_chain = isinstance(drafter.shape, GatedChain)
     if (options.auto_tree or is_chain) and isinstance(drafter, EagleDrafter):

@@ -9,6 +9,7 @@ import torch
 from click.testing import CliRunner
 
 from fasteagle.cli import main as cli
+from fasteagle.decoding.runner import Backend
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.drafting.ngram import NgramDrafter
@@ -74,6 +75,18 @@ def test_every_kind_of_drafter(model, checkpoint, head_dir, options, kind, rows)
     drafter, said = drafter_for(model, checkpoint, head=str(head_dir), **options)
     assert isinstance(drafter, kind) and (rows is None or drafter.shape.rows == rows)
     assert len(said) == 1 and said[0].startswith(f"draft head {head_dir}: {drafter.name}")
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [({}, "fused"), ({"tree_depth": 2}, "eagle"), ({"drafter": "eagle"}, "eagle")],
+)
+def test_a_lookup_joins_the_tree_where_it_costs_nothing(
+    model, checkpoint, head_dir, monkeypatch, options, name
+):
+    monkeypatch.setattr(Backend, "merges_lookup", True)
+    drafter, _ = drafter_for(model, checkpoint, head=str(head_dir), **options)
+    assert drafter.name == name and (drafter.tuning is not None) == ("tree_depth" not in options)
 
 
 def test_a_head_for_another_model_or_other_weights(model, checkpoint, tmp_path):
