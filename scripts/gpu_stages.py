@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fasteagle.loading.registry import REGISTRY, local_wheel_file
 from fasteagle.options import DEFAULT_MODEL
+from fasteagle.paths import write_atomic
 
 ROOT = Path(__file__).resolve().parent.parent
 TREES = ("3/1/3", "4/3/7", "5/4/15", "5/4/23", "6/5/31")
@@ -48,64 +50,7 @@ for prompt in (range(5, 40), range(5, 140)):
 print(engine.backend.describe(), "| graphs:", getattr(engine.runner, "captured", None))
 assert engine.on_cpu or not engine.backend.leaves_blocks, "no fused blocks"
 """
-# Texts written beside each other, by passes that they share, are those written alone.
-SEVERAL = """
-from fasteagle.batch import Batch
-from fasteagle.bench.row_spec import RowSpec
-from fasteagle.bench.simulate import dummy_drafter
-from fasteagle.compile.blocks import compile_now
-from fasteagle.drafting.lookup import Lookup
-from fasteagle.drafting.ngram import NgramDrafter
-from fasteagle.loading.open import open_dummy
-from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
-options = RuntimeOptions(device={device!r}, max_seq_len=256).at("int4")
-prepared = open_dummy("smollm2-135m").prepared(options)
-engine, draft = prepared.engine(), RowSpec.parse("eagle@3/2/5").draft_options(DraftOptions())
-eagle = dummy_drafter("smollm2-135m", engine, prepared.checkpoint, draft)
-several, prompt = Batch(engine, 4), [5, 6, 7]
-ngram = NgramDrafter(4, Lookup(device=engine.device))
-cases = [(each, None, t) for each in (None, ngram, eagle) for t in (0, 0.8)]
-if not engine.on_cpu:
-    cases += [(drafter, SamplingParams(t), t) for drafter, _, t in cases]
-for drafter, compiled, t in cases:
-    engine.use(drafter)
-    assert compiled is None or compile_now(engine, compiled)
-    params = [SamplingParams(0.8 if i == 1 else t, seed=i) for i in range(4)]
-    ask = lambda own, i: own.generate(prompt * (3 + i), params[i], 24)
-    alone = [[t for new in ask(engine, i) for t in new] for i in range(4)]
-    texts = [[] for _ in alone]
-    for i in range(4):
-        several.begin(i, [5], 64, lambda own, i=i: ask(own, i))
-    while several.running:
-        for i, new in several.step():
-            if isinstance(new, Exception):
-                raise new
-            texts[i] += new or []
-    assert texts == alone, (texts, alone)
-    errors = {{own.runner.error for own in several.engines}}
-    assert errors == {{None}}, errors
-assert engine.on_cpu or engine.backend.shares_passes, engine.backend.describe()
-print(len(texts), "texts as alone;", engine.backend.describe())
-"""
 CAPTURED = "assert engine.on_cpu or engine.runner.captured, engine.runner.error\n"
-# Answers go on while code is compiled and cycles are captured in the background.
-CHAT = """
-import time
-from fasteagle.llm import open_llm
-from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
-llm = open_llm({model!r}, RuntimeOptions(device={device!r}), DraftOptions(), print)
-llm.prepare(SamplingParams(), quiet=False)
-texts, busy, end = [], True, time.monotonic() + {seconds}
-while busy and time.monotonic() < end:
-    busy = llm.is_preparing
-    begin = time.perf_counter()
-    texts.append(llm.chat("Name the capitals of Europe.", max_new_tokens=64).text)
-    seconds = time.perf_counter() - begin
-    print(f"{{seconds:.2f}} s, preparing: {{busy}}, {{llm.engine.runner.error or 'no error'}}")
-print(len(texts), "answers,", len(set(texts)), "different;", texts[-1])
-assert llm.engine.runner.error is None, llm.engine.runner.error
-llm.close()  # a thread that compiles may not be there when the interpreter ends
-"""
 # Each tensor has memory of its own, so that an access beyond it is seen. No graph can be captured
 # then, which is no error here: cycles run without.
 SANITIZED = """
@@ -162,7 +107,7 @@ def context_of(name: str, model: str) -> Stage:
 
 
 def test_stages() -> list[Stage]:
-    """Return stages for the tests marked gpu: all but captures, captures, and last their leak test.
+    """Return stages for the tests marked gpu: all but those that follow, and last the leak test.
 
     Files are chosen by their text: others may need packages that a borrowed machine lacks. The
     first stage runs in several processes, because its time goes into compilers; no other test
@@ -175,15 +120,18 @@ def test_stages() -> list[Stage]:
         for path in sorted((ROOT / "tests").rglob("test_*.py"))
         if re.search(r"pytest\.mark\.gpu\b", path.read_text("utf-8"))
     ]
+    alone = [path for path in files if path.stem == "test_on_a_card"]
     capturing = [path for path in files if path.stem in ("test_graphs", "test_cycles")]
-    others = [str(path) for path in files if path not in capturing]
+    others = [str(path) for path in files if path not in [*alone, *capturing]]
     beside = []
     if importlib.util.find_spec("xdist") is not None:
         beside = ["-n", str(max(1, min(MOST_PROCESSES, (os.cpu_count() or 1) // 2)))]
-    captures = [*pytest, *map(str, capturing), "-k"]
+    captures, alone = ([*pytest, "-s", *map(str, paths), "-k"] for paths in (capturing, alone))
     return [
         Stage("gpu_tests", "tests marked gpu but those of captures", [*pytest, *beside, *others]),
         Stage("captures", "tests of captures", [*captures, "not leak"]),
+        Stage("several", "texts that share captured passes", [*alone, "together"]),
+        Stage("chat", "answers while code is compiled", [*alone, "background"], minutes=5),
         Stage("leak", "memory after 150 captures", [*captures, "leak"]),
     ]
 
@@ -194,30 +142,22 @@ def all_stages(dry_run: bool, carried: Path) -> list[list[Stage]]:
     A group takes about nine minutes on a card; time may run out.
     """
     device = "cpu" if dry_run else "cuda"
-    model = joined(sorted(carried.rglob("model.gguf.*")), carried / "model.gguf")
+    place_model(list(carried.rglob("model.gguf.*")))
     trees = ",".join(f"eagle@{tree}" for tree in TREES)
     cold = ("--no-compile", "--max-new-tokens", "16")
-    fused, chat = FUSED.format(device=device), {"model": model, "device": device}
+    fused = FUSED.format(device=device)
     install = ["-m", "pip", "install", "--no-index", "--no-deps"]
     wheels = [str(path) for path in sorted(carried.rglob("*.whl"))]
     packages = [Stage("packages", ", ".join(PACKAGES), [*install, *wheels], minutes=2)]
-    ours = ["scripts/tokens_per_sec.py", "--model", model, "--device", "cuda", "--precision"]
-    ours += ["auto", "--rows", "plain,eagle,ngram,fused", "--md", "--json", "{json}"]
+    ours = ["scripts/tokens_per_sec.py", "--device", "cuda", "--precision", "auto", "--md"]
+    ours += ["--rows", "plain,eagle,ngram,fused", "--json", "{json}"]
     turns = ["-m", "pytest", "-o", "addopts=", "-v", "-k", "second_turn"]
     missing = "0" if dry_run else "'compute-sanitizer is not installed'"
     sanitized = SANITIZED.format(missing=missing, code=fused)
     return [
         [
             Stage("start", "the device", ["-c", START.format(device=device)], (), 1, needed=True),
-            Stage(
-                "first", "one fused pass, one captured cycle", ["-c", fused + CAPTURED], minutes=3
-            ),
-            Stage(
-                "several",
-                "several sequences in one captured pass",
-                ["-c", SEVERAL.format(device=device)],
-                minutes=3,
-            ),
+            Stage("first", "a fused pass, a captured cycle", ["-c", fused + CAPTURED], minutes=3),
             Stage("facts", "versions", ["-m", "torch.utils.collect_env"], minutes=1),
             *(packages if wheels else []),
             *test_stages(),
@@ -232,12 +172,6 @@ def all_stages(dry_run: bool, carried: Path) -> list[list[Stage]]:
             Stage("two_turns", "bits of a second turn", [*turns, "tests/test_row_invariance.py"]),
             rows_of("cold_start", "llama2-7b", "int4", "plain", *cold, caches="cold", minutes=3),
             rows_of("warm_start", "llama2-7b", "int4", "plain", *cold, caches="cold", minutes=3),
-            Stage(
-                "chat",
-                "answers while code is compiled in the background",
-                ["-c", CHAT.format(**chat, seconds=20 if dry_run else 180)],
-                minutes=5,
-            ),
             rows_of("speed_int4", "llama2-7b", "int4", f"plain,{trees},fused@5/4/15/8", minutes=8),
         ],
         [
@@ -255,11 +189,11 @@ def all_stages(dry_run: bool, carried: Path) -> list[list[Stage]]:
     ]
 
 
-def joined(parts: Sequence[Path], whole: Path) -> str:
-    """Return the default model's name, or the path of a file joined from `parts`."""
-    if not parts:
-        return DEFAULT_MODEL
-    with whole.open("wb") as file:
-        for part in sorted(parts, key=lambda path: path.name):
-            file.write(part.read_bytes())
-    return str(whole)
+def place_model(parts: Sequence[Path]) -> None:
+    """Join `parts` to the default model's file in the cache, unless it is there."""
+    wheel = REGISTRY[DEFAULT_MODEL].wheel
+    assert wheel is not None, "it comes in a wheel"
+    place = local_wheel_file(DEFAULT_MODEL, wheel)
+    if parts and not place.exists():
+        data = [path.read_bytes() for path in sorted(parts, key=lambda path: path.name)]
+        write_atomic(place, b"".join(data))

@@ -8,6 +8,8 @@ import json
 import pytest
 from click.testing import CliRunner
 
+from fasteagle.loading.registry import local_path
+from fasteagle.options import DEFAULT_MODEL
 from helpers import SCRIPTS
 
 
@@ -45,6 +47,7 @@ def test_every_stage_is_a_command_with_options_that_exist(check, monkeypatch, tm
 
     monkeypatch.setattr(check, "run_limited", logged)
     monkeypatch.setattr(check, "CARRIED", tmp_path / "carry")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for call, text in (("1", "first "), ("2", "second")):
         (tmp_path / "carry" / call).mkdir(parents=True)
         (tmp_path / "carry" / call / f"model.gguf.{call}").write_text(text)
@@ -60,7 +63,7 @@ def test_every_stage_is_a_command_with_options_that_exist(check, monkeypatch, tm
     expected = [stage.name for group in groups for stage in group]
     assert [entry["name"] for entry in entries] == expected and "packages" in expected
     assert len(started) == len(entries) and not any(entry["error"] for entry in entries)
-    assert (tmp_path / "carry/model.gguf").read_text() == "first second"
+    assert local_path(DEFAULT_MODEL).read_text() == "first second"
 
 
 def test_a_stage_that_fails_or_hangs_does_not_stop_the_next(check, monkeypatch, tmp_path):
