@@ -56,7 +56,8 @@ class CycleCompiler:
         self._aux_layers = () if drafter is None else drafter.aux_layers
         if drafter is not None and not shapes:
             shapes = drafter.shapes()
-        self._specs = [engine.spec(shape, kind or SamplingMode()) for shape in (None, *shapes)]
+        every, kind = (None, *shapes), kind or SamplingMode()
+        self._specs = [engine.spec(shape, kind, shapes) for shape in every]
         self._found: dict[tuple[Drafter | None, CycleSpec], Pieces] = {}
 
     def compile(self, slots: Sequence[int] = (TRACED_SLOTS,)) -> None:

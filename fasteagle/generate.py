@@ -246,8 +246,10 @@ class Engine(Context):
         self.reserve(reach, spec.rows, spec.width)
         return spec
 
-    def spec(self, shape: AnyShape | None, kind: SamplingMode) -> CycleSpec:
-        """Return the variant of the cycle with a tree of `shape`; None is plain decoding."""
+    def spec(
+        self, shape: AnyShape | None, kind: SamplingMode, shapes: Sequence[AnyShape] = ()
+    ) -> CycleSpec:
+        """Return the variant of a cycle with a tree of `shape`, one of `shapes` (the drafter's)."""
         drafter = self.drafter
         reads = drafter is not None and drafter.reads_features
         if shape is None:
@@ -255,8 +257,8 @@ class Engine(Context):
         width = int(reads)
         if drafter is not None and reads and runs_head(shape):
             # Ahead of the host, the pairs of any tree may be pending.
-            shapes = drafter.shapes() if self.runner.ahead else [shape]
-            width = max(s.depth for s in shapes) + 1
+            pending = (shapes or drafter.shapes()) if self.runner.ahead else [shape]
+            width = max(s.depth for s in pending) + 1
             if drafter.may_skip_head:
                 width = PENDING - 1 - shape.depth
         accept = None if drafter is None else drafter.accept_for(kind)
@@ -276,12 +278,11 @@ class Engine(Context):
 
     def _record(self, root: int, spec: CycleSpec, done: Done, ms: float | None) -> list[int]:
         """Record a cycle, which took `ms`, on the host; return its new tokens."""
-        stats = self.stats
         new = [token for token in done.tokens if token != PAD]
         if done.drafted:
-            stats.drafted += done.drafted
-            stats.path_lengths.append(len(new) - 1)
-        stats.add_times(done.draft_seconds, done.verify_seconds)
+            self.stats.drafted += done.drafted
+            self.stats.path_lengths.append(len(new) - 1)
+        self.stats.add_times(done.draft_seconds, done.verify_seconds)
         extended = spec.extends if done.extended is None else done.extended
         if extended:
             self.shown = len(self.cached)  # the drafter saw all of them as the cycle began

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from fasteagle.compile.costs import conditions, follow_costs, load_costs, store_costs, tune_now
+from fasteagle.compile.cycles import CycleCompiler
 from fasteagle.compile.measurement import Measurement
 from fasteagle.decoding.cycle import EAGER, Pieces
+from fasteagle.decoding.launch import variant_of
 from fasteagle.drafting.base import Tuning
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.fused import FusedDrafter
@@ -45,6 +47,17 @@ def test_measuring_leaves_the_conversation_alone_and_is_kept(engine, target):
     assert none == 0.0 and again.costs == plan.costs and lines == []
     assert first == expected[:20]
     assert generated(engine, 60) == expected  # whatever the policy does
+
+
+def test_what_the_policy_chooses_later_is_what_was_compiled(target, tmp_path, monkeypatch):
+    """Ahead of the host a cycle has room for the pairs of the deepest tree of the policy."""
+    engine = tuned_engine(target, tmp_path, TreeShape(1, 1, 1), captured_engine)
+    monkeypatch.setattr(CycleCompiler, "_compiled", lambda self, spec, slots: EAGER)
+    tune_now(engine, pytest.fail, SamplingMode(greedy=False), compiled=True)
+    shapes = engine.drafter.shapes()
+    assert max(shape.depth for shape in shapes) > 1, "deeper than before it was tuned"
+    specs = [engine.spec(shape, SamplingMode(greedy=False)) for shape in (None, *shapes)]
+    assert {variant_of(engine.drafter, spec) for spec in specs} <= engine.runner.compiled.keys()
 
 
 def test_pausing_and_drafting_in_turn_changes_no_token(engine, target):
