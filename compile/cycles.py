@@ -62,11 +62,15 @@ class CycleCompiler:
 
     def compile(self, slots: Sequence[int] = (TRACED_SLOTS,)) -> None:
         """Compile for caches of any number of slots; `slots` are sizes that need different code."""
-        for spec in self._specs:
-            variant = variant_of(self._drafter, spec)
-            if variant not in self._engine.runner.compiled:
-                with compiling():
-                    self._found[variant] = self._compiled(spec, slots)
+        for spec in self.missing:
+            with compiling():
+                self._found[variant_of(self._drafter, spec)] = self._compiled(spec, slots)
+
+    @property
+    def missing(self) -> list[CycleSpec]:
+        """Variants that nobody has compiled for the engine."""
+        known = self._engine.runner.compiled
+        return [spec for spec in self._specs if variant_of(self._drafter, spec) not in known]
 
     def apply(self) -> None:
         """Use what was compiled, beside what another drafter has that is in use by now."""

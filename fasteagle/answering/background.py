@@ -21,6 +21,7 @@ from fasteagle.errors import first_line, note
 from fasteagle.generate import Engine
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import SamplingMode
+from fasteagle.shapes import AnyShape
 
 
 class _OtherDrafterError(Exception):
@@ -40,7 +41,7 @@ class Preparation:
         self._engine, self._quiet = engine, quiet
         self._running = threading.Lock()  # held by the thread that runs the engine
         self._params = params or SamplingParams()
-        self._kinds = {self._kind(self._params)}  # sampling modes that are compiled
+        self._begun = {self._wanted(self._params)}  # what is compiled, or will be
         self._compiler: BlockCompiler = start_compiler(engine, self._params)
         self._reported = False  # whether the user was told how compilation ended
         self._warned: str | None = None  # why captures failed, as the user was told last
@@ -67,6 +68,7 @@ class Preparation:
         """Let the engine draft by `drafter`; what is measured meanwhile is measured later."""
         with self._running:
             self._engine.use(drafter)
+            self._begun.clear()  # compiled code of another drafter is dropped
             again = self._interrupted and drafter is self._drafter
             self._interrupted = self._interrupted and not again
         if again:
@@ -94,7 +96,7 @@ class Preparation:
                 note(f"warning: running without CUDA graphs: {error}")
             if not self._reported:
                 self._report(self._compiler.apply())
-            self._compile_other(self._kind(params))
+            self._compile_other(params)
             yield
 
     def _report(self, applied: bool) -> None:
@@ -124,12 +126,20 @@ class Preparation:
         self._threads.append(thread)
         return thread
 
-    def _compile_other(self, kind: SamplingMode) -> None:
-        """Compile for another sampling mode, which runs eagerly until then."""
-        if not self._compiler.ready or kind in self._kinds:
+    def _wanted(self, params: SamplingParams) -> tuple[SamplingMode, tuple[AnyShape, ...]]:
+        """Return of what an answer's code depends: sampling mode, trees that may be chosen."""
+        drafter = self._engine.drafter
+        return self._kind(params), () if drafter is None else tuple(drafter.shapes())
+
+    def _compile_other(self, params: SamplingParams) -> None:
+        """Compile for another sampling mode, drafter or trees, which run eagerly until then."""
+        wanted = self._wanted(params)
+        if not self._compiler.ready or wanted in self._begun:
             return
-        self._kinds.add(kind)
-        compiler = CycleCompiler(self._engine, kind)
+        self._begun.add(wanted)
+        compiler = CycleCompiler(self._engine, wanted[0])
+        if not compiler.missing:
+            return
 
         def work() -> None:
             with self._reporting("compiled for these options"):

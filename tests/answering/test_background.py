@@ -9,7 +9,9 @@ import pytest
 from fasteagle.answering import background
 from fasteagle.answering.background import Preparation
 from fasteagle.compile import costs as tuner
+from fasteagle.drafting.base import Tuning
 from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.drafting.ladder import DEFAULT_RANKS
 from fasteagle.generate import Engine
 from fasteagle.options import SamplingParams
 from fasteagle.shapes import TreeShape
@@ -122,13 +124,15 @@ def test_a_measurement_that_fails_leaves_the_chat_as_it_was(
     assert engine.drafter.policy is None
 
 
-def test_another_way_to_draw_is_compiled_in_the_background(target, compiler, monkeypatch):
-    engine = Engine(target, 512, drafter=EagleDrafter(random_head(target), TreeShape(), 512))
+def test_another_way_to_draw_is_compiled_in_the_background(target, compiler, monkeypatch, tmp_path):
+    """And another drafter, or the one before it: the code of each drops that of the other."""
+    drafter = EagleDrafter(random_head(target), TreeShape(), 512)
+    engine = Engine(target, 512, drafter=drafter)
     asked, done = [], threading.Event()
 
     class Pieces:
         def __init__(self, engine, kind):
-            asked.append(kind)
+            asked.append((engine.drafter, kind.greedy))
 
         def compile(self):
             pass
@@ -136,13 +140,29 @@ def test_another_way_to_draw_is_compiled_in_the_background(target, compiler, mon
         def apply(self):
             done.set()
 
+        missing = property(lambda self: asked)
+
     monkeypatch.setattr(background, "CycleCompiler", Pieces)
     preparation = Preparation(engine, quiet=True, tune=False)
     preparation.join()
     for params in (GREEDY, SamplingParams(0.8), SamplingParams(0.5, seed=3)):
         with preparation.answering(params):
             pass
-    assert done.wait(60) and [kind.greedy for kind in asked] == [False]
+    assert done.wait(60) and asked == [(drafter, False)]
+    del asked[:]
+    for other in (drafter.resized(2), None, drafter):
+        preparation.use(other)
+        for params in (GREEDY, GREEDY, SamplingParams(0.8)):
+            with preparation.answering(params):
+                pass
+        preparation.join()
+        assert asked == [(other, True), (other, False)]
+        del asked[:]
+    drafter.tuning = Tuning(tmp_path / "costs.json", DEFAULT_RANKS)
+    tuner.follow_costs(engine, drafter, costs())  # it may choose other trees from now on
+    with preparation.answering(GREEDY):
+        pass
+    assert asked == [(drafter, True)]
 
 
 def test_each_reason_why_nothing_is_captured_is_told_once(target, compiler, capsys):
