@@ -19,7 +19,7 @@ from fasteagle.model import KVCache
 from fasteagle.sampling import SamplingMode, SamplingTensors, process_logits
 from fasteagle.tree import DraftTree, Pool, Relations
 
-# Limits of one program of `order_kernels` and `lookup_kernels`.
+# Limits of one program of `order_kernels`, candidates of `lookup_kernels`, too.
 MOST_CANDIDATES = 1024
 MOST_TREE_ROWS = 64
 

@@ -153,12 +153,12 @@ class CycleCompiler:
         return state
 
     def _scratch(self, n_slots: int) -> Drafter | None:
-        """Return the drafter, with a separate cache of `n_slots` slots if it has a cache."""
-        drafter = self._drafter
-        if not isinstance(drafter, ModelDrafter | HeadDrafter):
-            return drafter
-        scratch = drafter.apart()
-        scratch.cache.resize(n_slots)
+        """Return a copy of the drafter, which may learn, with caches of `n_slots` slots."""
+        if self._drafter is None:
+            return None
+        scratch = self._drafter.apart()
+        for cache in scratch.caches:
+            cache.resize(n_slots)
         if isinstance(scratch, HeadDrafter):
             self._engine.backend.adopt(scratch)
             for plane in _planes(scratch.cache):

@@ -78,7 +78,7 @@ class CapturedRunner(Runner):
         self._failures: Counter[Any] = Counter()  # consecutive ones, by drafter and spec
         self._kinds: list[Any] = []
         self._n_compiled = 0  # compiled variants when graphs were captured
-        self._rows_ahead: set[int] = set()  # numbers of rows whose kernels are compiled
+        self._ahead: set[Any] = set()  # trees, rows and modes whose kernels are compiled
         # One place is filled while the other is read.
         self._free = deque(graphs.place(state.result) for _ in range(self.ahead + 1))
         self._launched: deque[PinnedPlace] = deque()
@@ -136,11 +136,11 @@ class CapturedRunner(Runner):
             self._explain(error, None, (None, None))
 
     def compile_ahead(self, specs: Sequence[CycleSpec], drafter: Drafter | None) -> None:
-        rows = {spec.rows for spec in specs}
-        if not rows <= self._rows_ahead:
+        wanted = {(spec.shape, spec.rows, spec.kind) for spec in specs}
+        if not wanted <= self._ahead:
             with COMPILING:  # it waits for the device
                 compile_ahead(self.backend, drafter, specs, self.state)
-            self._rows_ahead |= rows
+            self._ahead |= wanted
 
     def compile_shared(self, specs: Sequence[CycleSpec], drafter: Drafter | None) -> None:
         backend, device = self.backend, self.state.root.device

@@ -36,6 +36,7 @@ MOST_WORKERS = 16
 PATIENCE = 1.0  # seconds of compiling before a line on stderr says so
 PROMPT_ROWS = 65  # above the limit of the kernels for a few rows
 MANY_PAIRS = 64  # pairs that a draft head reads at once at the end of a prompt
+TREES = TreeShape | FusedShape
 _ALONE = threading.Lock()
 
 
@@ -180,21 +181,26 @@ def run_trees(
     relate: Callable[[Tensor, Tensor], Relations],
 ) -> None:
     """Select the trees of `specs` from identical candidates and compute how their rows relate."""
-    drafter = drafter and drafter.apart()  # a lookup learns
     for spec in specs:
         row = torch.arange(spec.rows, device=state.root.device)
         relate(torch.zeros_like(row), row >= 0)
         shape = spec.shape
-        if isinstance(drafter, NgramDrafter) and shape is not None:
-            drafter.propose(None, state, spec)
-        elif isinstance(drafter, RankingDrafter) and isinstance(shape, TreeShape | FusedShape):
-            n = shape.head_pool if isinstance(shape, FusedShape) else shape.pool
-            ids = torch.zeros(n, dtype=torch.long, device=row.device)
-            pool = Pool(ids, ids.float(), ids - 1)
-            if isinstance(drafter, FusedDrafter):
-                drafter.select(pool, state, spec)
-            else:
-                drafter.rerank(pool, state.root, shape.nodes)
+        if isinstance(drafter, FusedDrafter | NgramDrafter) and isinstance(shape, TREES):
+            lookup = drafter.lookup.apart()  # it learns
+            tokens, logp = drafter.ops.look_up(lookup, state.text, state.seq_len, spec.depth)
+            if isinstance(shape, FusedShape):
+                own = _candidates(shape.head_pool, row.device)
+                drafter.ops.fuse(own, shape.topk, shape.levels, tokens, logp)
+        if isinstance(drafter, RankingDrafter) and isinstance(shape, TREES):
+            # Not what was merged: a kernel that is not compiled yet has left anything there.
+            pool = _candidates(shape.pool, row.device)
+            pool = pool._replace(sources=pool.tokens if isinstance(shape, FusedShape) else None)
+            drafter.rerank(pool, state.root, shape.nodes)
+
+
+def _candidates(n: int, device: torch.device) -> Pool:
+    ids = torch.zeros(n, dtype=torch.long, device=device)
+    return Pool(ids, ids.float(), ids - 1)
 
 
 @torch.no_grad()

@@ -1,8 +1,10 @@
 """Triton kernels that look up a chain of tokens in the text, and merge it into a draft tree.
 
-Each runs as one program. References in torch: `Lookup.propose` without a corpus, `tree.fuse`.
+References in torch: `Lookup.propose` without a corpus, `tree.fuse`. Programs search the text in
+chunks, another one learns and copies, and one merges.
 
-Shapes: N slots of the text, R looked-up tokens, E candidates of a draft head, k of its first level.
+Shapes: N slots of the text, C chunks, R looked-up tokens, E candidates of a draft head, k of its
+first level.
 """
 
 # mypy: disallow-untyped-defs=False
@@ -19,9 +21,9 @@ from fasteagle.drafting.lookup import CLASSES, LONGEST_MATCH, MEMORY, NOTHING, O
 from fasteagle.shapes import MAX_REACH
 from fasteagle.tree import HEAD, LOOKUP
 
-CHUNK = 2048  # slots of the text that are compared at a time
+CHUNK = 2048  # slots of the text that a program compares
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
-FUSE_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+FEW = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 def look_up(
@@ -33,24 +35,37 @@ def look_up(
     """
     tokens = torch.empty(reach, dtype=torch.int64, device=text.device)
     logp = torch.empty(reach, dtype=torch.float32, device=text.device)
+    N, C = len(text), triton.cdiv(len(text), CHUNK)
+    best = torch.empty(C, dtype=torch.int64, device=text.device)
+    match_kernel[(C,)](
+        text,
+        last,
+        best,
+        N,
+        LONGEST=LONGEST_MATCH,
+        NOTHING=NOTHING,
+        OUTSIDE=OUTSIDE,
+        CHUNK=CHUNK,
+        **OPTIONS,
+    )
     look_up_kernel[(1,)](
         text,
         last,
         table,
         recent,
+        best,
         tokens,
         logp,
-        len(text),
+        N,
         reach,
+        C,
         MOST=MAX_REACH,
-        LONGEST=LONGEST_MATCH,
         CLASSES=CLASSES,
         MEMORY=MEMORY,
         RAREST=RAREST,
         NOTHING=NOTHING,
-        OUTSIDE=OUTSIDE,
-        CHUNK=CHUNK,
-        **OPTIONS,
+        C_PAD=triton.next_power_of_2(C),
+        **FEW,
     )
     return tokens, logp
 
@@ -85,7 +100,7 @@ def fuse(
         PAD=max(16, triton.next_power_of_2(k * k if n_levels > 1 else k)),
         HEAD=HEAD,
         LOOKUP=LOOKUP,
-        **FUSE_OPTIONS,
+        **FEW,
     )
     return ids, paths, above, sources
 
@@ -120,30 +135,22 @@ def _learn(
     tl.store(hits_ptr, n_hits * kept)
 
 
-@triton.jit(do_not_specialize=["N", "R"])
-def look_up_kernel(
+@triton.jit(do_not_specialize=["N"])
+def match_kernel(
     text_ptr,
     last_ptr,
-    table_ptr,
-    recent_ptr,
-    tokens_ptr,
-    logp_ptr,
+    best_ptr,
     N,
-    R,
-    MOST: tl.constexpr,
     LONGEST: tl.constexpr,
-    CLASSES: tl.constexpr,
-    MEMORY: tl.constexpr,
-    RAREST: tl.constexpr,
     NOTHING: tl.constexpr,
     OUTSIDE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Learn from the last proposal; then find the latest of the longest matches, and copy."""
+    """Find the latest of the longest matches that end in a chunk: size * N + end, 0 for none."""
     last = tl.load(last_ptr)
-    _learn(text_ptr, last, table_ptr, recent_ptr, N, R, MOST, CLASSES, MEMORY)
-    best = tl.zeros((CHUNK,), tl.int64)
-    for start in range(0, last, CHUNK):
+    start = tl.program_id(0) * CHUNK
+    best = tl.full((), 0, tl.int64)
+    if start < last:
         at = start + tl.arange(0, CHUNK)  # where an earlier match may end
         alive = at < last
         sizes = tl.zeros((CHUNK,), tl.int64)
@@ -154,8 +161,35 @@ def look_up_kernel(
             there = tl.load(text_ptr + at - back, mask=inside, other=NOTHING)
             alive = alive & (there == own)
             sizes += alive.to(tl.int64)
-        best = tl.maximum(best, sizes * N + at)
-    top = tl.max(best, 0)
+        best = tl.max(tl.where(sizes > 0, sizes * N + at, 0), 0)
+    tl.store(best_ptr + tl.program_id(0), best)
+
+
+@triton.jit(do_not_specialize=["N", "R", "C"])
+def look_up_kernel(
+    text_ptr,
+    last_ptr,
+    table_ptr,
+    recent_ptr,
+    best_ptr,
+    tokens_ptr,
+    logp_ptr,
+    N,
+    R,
+    C,
+    MOST: tl.constexpr,
+    CLASSES: tl.constexpr,
+    MEMORY: tl.constexpr,
+    RAREST: tl.constexpr,
+    NOTHING: tl.constexpr,
+    C_PAD: tl.constexpr,
+):
+    """Learn from the last proposal; then copy what followed the best of the chunks' matches."""
+    last = tl.load(last_ptr)
+    _learn(text_ptr, last, table_ptr, recent_ptr, N, R, MOST, CLASSES, MEMORY)
+    chunk = tl.arange(0, C_PAD)
+    top = tl.max(tl.load(best_ptr + chunk, mask=chunk < C, other=0), 0)
+    top = tl.maximum(top, 0)  # so that no index is out of bounds where the search did not run
     size = top // N
     end = top - size * N
     tl.debug_barrier()  # other threads of this program wrote some of the table, and read `recent`
@@ -224,7 +258,8 @@ def fuse_kernel(
             inner = real & (parents >= 0)
             base = tl.load(out_scores_ptr + parents, mask=inner, other=0.0)
             own = tl.load(scores_ptr + i, mask=real, other=0.0)
-            own = tl.minimum(own - tl.load(scores_ptr + parents, mask=inner, other=0.0), 0.0)
+            own -= tl.load(scores_ptr + parents, mask=inner, other=0.0)
+            own = tl.where(own == own, tl.minimum(own, 0.0), float("-inf"))
             same = real & (ids == token) & (parents == partner) & on_chain
             paths = base + tl.where(same, tl.maximum(own, logp), own)
             tl.store(out_tokens_ptr + i, ids, mask=real)

@@ -154,13 +154,15 @@ def check_draw(V: int, device: str) -> None:
             assert results[0][2:5].tolist() == [BAD_ROW] * 3 and results[1].dtype == torch.int64
 
 
-def check_lookup(device: str) -> None:
-    """Slow twin is `Lookup.propose`: in a text of three tokens, with loops, cut and exchanged."""
-    text = torch.randint(0, 3, (5000,), generator=torch.Generator().manual_seed(1))
-    text[10:60], text[60:90] = text[10], text[3000:3030]
+def check_lookup(N: int, n_tokens: int, device: str) -> None:
+    """Slow twin is `Lookup.propose`: with loops, without a match, at either end of the buffer."""
+    generator = torch.Generator().manual_seed(N)
+    text = torch.randint(0, n_tokens, (N,), generator=generator)
+    text[10:60], text[60:90] = text[10], text[N - 40 : N - 10]
     there = text.to(device)
     own, other = Lookup(), Lookup(device=device)
-    ends = [0, 1, 2, 3, 7, 12, 20, 29, 29, 33, 58, 64, 70, 89, 2047, 2049, 3030, 4999, 15, 4500]
+    ends = [0, 1, 2, 3, 7, 12, 20, 29, 29, 33, 58, 64, 70, 89, N // 2, N - 12, N - 1, 15, N - 9]
+    sizes = set()
     for i, last in enumerate(ends):
         reach = (8, 1, 63)[i // 7]
         expected = own.propose(text, torch.tensor(last), reach)
@@ -169,6 +171,8 @@ def check_lookup(device: str) -> None:
         torch.testing.assert_close(logp.cpu(), expected[1], rtol=1e-5, atol=1e-6)
         assert torch.equal(other.last.cpu(), own.last)
         torch.testing.assert_close(other.table.cpu(), own.table, rtol=1e-6, atol=0)
+        sizes.add(int(own.last[2]))
+    assert sizes >= {0, 8}
 
 
 def check_fuse(k: int, n_levels: int, R: int, device: str) -> None:
@@ -205,3 +209,9 @@ def check_fuse(k: int, n_levels: int, R: int, device: str) -> None:
         for name, value in expected._asdict().items():
             assert torch.equal(getattr(result, name).cpu(), value), (name, leaves)
             assert getattr(result, name).dtype == value.dtype
+    if E:  # what is no number is no candidate, as for `rerank`
+        there.scores[0] = float("nan")
+        none = torch.full((R,), k + 5, device=device)
+        result = cuda_ops.fuse(there, k, n_levels, none, logp.to(device))
+        children = result.parents == 0
+        assert (result.scores[0] == float("-inf")) and (result.scores[children] == -torch.inf).all()

@@ -10,6 +10,7 @@ import random
 import pytest
 import torch
 
+from fasteagle.compile import cycles
 from fasteagle.compile.costs import conditions, follow_costs, load_costs, store_costs, tune_now
 from fasteagle.compile.cycles import CycleCompiler
 from fasteagle.compile.measurement import Measurement
@@ -58,6 +59,15 @@ def test_what_the_policy_chooses_later_is_what_was_compiled(target, tmp_path, mo
     assert max(shape.depth for shape in shapes) > 1, "deeper than before it was tuned"
     specs = [engine.spec(shape, SamplingMode(greedy=False)) for shape in (None, *shapes)]
     assert {variant_of(engine.drafter, spec) for spec in specs} <= engine.runner.compiled.keys()
+
+
+def test_compiling_teaches_the_lookup_nothing(target, monkeypatch):
+    monkeypatch.setattr(cycles, "own_code", lambda piece, settings=None: piece)
+    engine = Engine(target, 512, drafter=NgramDrafter())
+    assert generated(engine)
+    learned = [tensor.clone() for tensor in engine.drafter.advanced]
+    CycleCompiler(engine).compile()
+    assert all(map(torch.equal, engine.drafter.advanced, learned))
 
 
 def test_pausing_and_drafting_in_turn_changes_no_token(engine, target):

@@ -250,7 +250,8 @@ def test_drawn_tokens_on_the_device(V):
 @pytest.mark.gpu
 @needs_gpu
 def test_lookups_on_the_device():
-    check_lookup("cuda")
+    for N, n_tokens in ((5000, 3), (600, 400), (2113, 100_000), (131_137, 20)):
+        check_lookup(N, n_tokens, "cuda")
     for shape in ((3, 3, 8), (10, 6, 8), (1, 0, 6), (2, 5, 63)):
         check_fuse(*shape, "cuda")
 

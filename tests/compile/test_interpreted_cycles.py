@@ -67,7 +67,7 @@ def test_text_and_cache_are_those_of_plain_decoding(
     assert processor is None or not any(token % 2 for token in text)
     assert engine.stats.drafted >= 5 and engine.stats.path_lengths
     launched = PASS + DRAFT + (EXPERTS if backend.target.config.moe is not None else ())
-    launched += ("look_up", "fuse") if shape is FUSED else ()
+    launched += ("match", "look_up", "fuse") if shape is FUSED else ()
     assert kernels_on_cpu.launches.keys() >= {f"{kernel}_kernel" for kernel in launched}
 
 

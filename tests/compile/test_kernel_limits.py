@@ -69,11 +69,16 @@ def rerank(P_PAD, CHUNK):
 
 
 def look_up():
-    pointers = ("text_ptr", "last_ptr", "recent_ptr", "tokens_ptr")
+    pointers = ("text_ptr", "last_ptr", "recent_ptr", "best_ptr", "tokens_ptr")
     types = dict.fromkeys(pointers, I64) | dict.fromkeys(("table_ptr", "logp_ptr"), F32)
-    constants = dict(MOST=63, LONGEST=8, CLASSES=8, MEMORY=128.0, RAREST=1e-3)
-    constants |= dict(NOTHING=-1, OUTSIDE=-2, CHUNK=lookup_kernels.CHUNK)
-    return lookup_kernels.look_up_kernel, types, constants, lookup_kernels.OPTIONS
+    constants = dict(MOST=63, CLASSES=8, MEMORY=128.0, RAREST=1e-3, NOTHING=-1, C_PAD=64)
+    return lookup_kernels.look_up_kernel, types, constants, lookup_kernels.FEW
+
+
+def match():
+    types = dict.fromkeys(("text_ptr", "last_ptr", "best_ptr"), I64)
+    constants = dict(LONGEST=8, NOTHING=-1, OUTSIDE=-2, CHUNK=lookup_kernels.CHUNK)
+    return lookup_kernels.match_kernel, types, constants, lookup_kernels.OPTIONS
 
 
 def draw(**modes):
@@ -86,7 +91,7 @@ def draw(**modes):
 def fuse(K, PAD):
     types = {"looked_up_ptr": I64, "out_scores_ptr": F32}
     constants = dict(K=K, PAD=PAD, HEAD=1, LOOKUP=2)
-    return lookup_kernels.fuse_kernel, types, constants, lookup_kernels.FUSE_OPTIONS
+    return lookup_kernels.fuse_kernel, types, constants, lookup_kernels.FEW
 
 
 def relations(T_PAD, ROUNDS):
@@ -155,6 +160,7 @@ SMALL = {
     "rerank": rerank(1024, 8),
     "rerank of the default": rerank(128, 64),
     "look up": look_up(),
+    "match": match(),
     "draw": draw(),
     "draw the best": draw(NOISY=False, SCALED=False),
     "draw, last": (
@@ -192,7 +198,7 @@ def build(kernel, card):
 
 # On Hopper those that take most registers, or shared memory.
 ON_HOPPER = ("norm, wide", "rope to int8", "gate of a prompt", "merge", "rerank", "relations")
-ON_HOPPER += ("scores, wide", "route of many", "look up")
+ON_HOPPER += ("scores, wide", "route of many", "look up", "match")
 
 
 @pytest.mark.parametrize(

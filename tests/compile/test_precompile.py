@@ -130,19 +130,25 @@ def test_passes_leave_the_engine_alone_and_stay_within_the_shortest_tables(max_s
     assert list(engine.generate(PROMPT, SamplingParams(), 8)) == expected
 
 
-def test_kernels_of_drafting_and_committing_are_among_them(card, monkeypatch):
+@pytest.fixture
+def small_kernels(card, monkeypatch):
+    """Operations of a cycle launch their kernels."""
     monkeypatch.setattr(cuda_ops, "rerank_pool", order_kernels.rerank)
     monkeypatch.setattr(cuda_ops, "relate_rows", order_kernels.relations)
     monkeypatch.setattr(cuda_ops, "look_up_text", lookup_kernels.look_up)
     monkeypatch.setattr(cuda_ops, "fuse_pool", lookup_kernels.fuse)
     monkeypatch.setattr(cuda_ops, "draw_tokens", draw_kernels.draw)
+    kernels = cuda_ops.rerank, None, cuda_ops.look_up, cuda_ops.fuse
+    return DraftOps(draft_kernels.top_children, *kernels)
+
+
+def test_kernels_of_drafting_and_committing_are_among_them(small_kernels):
     target = random_target(tiny_config())
     engine = captured_engine(target, 256)
     shape = FusedShape(3, 3, 8, 3)
     engine.use(FusedDrafter(random_head(target), shape, 256))
     drafter, state = engine.drafter, engine.state
-    kernels = cuda_ops.rerank, None, cuda_ops.look_up, cuda_ops.fuse
-    drafter.run_by(DraftOps(draft_kernels.top_children, *kernels))
+    drafter.run_by(small_kernels)
     specs = [engine.spec(shape, SamplingMode()) for shape in (None, shape)]
     learned = [tensor.clone() for tensor in drafter.advanced]
     moved = []
@@ -157,7 +163,7 @@ def test_kernels_of_drafting_and_committing_are_among_them(card, monkeypatch):
         run_draws(Target(target), specs, state, cuda_ops.draw)
         run_commits(Target(target), specs, move_rows)
     names = ("chunk", "merge", "draw", "last", "commit")
-    names += ("look_up", "fuse", "rerank", "relations")
+    names += ("match", "look_up", "fuse", "rerank", "relations")
     assert {name for name, _ in variants} == {f"{name}_kernel" for name in names}
     assert moved == [4], "plain cycles move nothing"
     assert all(map(torch.equal, drafter.advanced, learned))
@@ -209,7 +215,7 @@ def test_a_model_that_is_opened_compiles_before_its_first_answer(tiny_dir, monke
     assert shapes == [None] and llm.engine.stats.passes == 0
 
 
-def test_a_runner_compiles_ahead_once_for_each_number_of_rows(monkeypatch):
+def test_a_runner_compiles_ahead_once_for_each_tree_and_mode(monkeypatch):
     numbers = []
     monkeypatch.setattr(
         graphs, "compile_ahead", lambda backend, drafter, specs, state: numbers.append(len(specs))
@@ -217,10 +223,12 @@ def test_a_runner_compiles_ahead_once_for_each_number_of_rows(monkeypatch):
     target = random_target(tiny_config())
     engine = captured_engine(target, 256)
     head = random_head(target)
-    for shape in (TreeShape(3, 3, 8), TreeShape(2, 3, 8), TreeShape(2, 2, 4)):
+    for shape in (TreeShape(3, 3, 8), TreeShape(3, 3, 8), TreeShape(2, 2, 4)):
         engine.use(EagleDrafter(head, shape, 256))
         list(engine.generate(PROMPT, SamplingParams(), 4))
-    assert numbers == [2, 2], "the second tree has as many rows as the first"
+    assert numbers == [2, 2], "the second tree is the first"
+    list(engine.generate(PROMPT, SamplingParams(0.8), 4))
+    assert numbers == [2, 2, 2], "noise has a kernel of its own"
 
 
 def test_a_second_answer_compiles_what_both_share(monkeypatch):
