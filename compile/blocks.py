@@ -10,6 +10,7 @@ Shapes: T rows, D model dim, E head dim, G KV heads, S cache slots.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import os
@@ -21,8 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasteagle.compile.cycles import CycleCompiler
-from fasteagle.compile.graphs import compiling
+from fasteagle.compile.cycles import CycleCompiler, compile_part
 from fasteagle.decoding.context import MAX_TREE_ROWS
 from fasteagle.decoding.runner import Backend
 from fasteagle.drafting.draft_head import HeadDrafter
@@ -113,13 +113,25 @@ class BlockCompiler:
     def ready(self) -> bool:
         return self._done.is_set() and self.error is None
 
+    @property
+    def _leaves_nothing(self) -> bool:
+        """Return whether kernels run all that would be compiled."""
+        cycles = self._cycles is None or self._cycles.leaves_nothing
+        return cycles and self._head is None and not self._backend.leaves_blocks
+
     def start(self) -> None:
+        if self._leaves_nothing:
+            self._done.set()
+            return
         configure()
         # Guards compare these; a new thread would begin with its own.
         n_threads = torch.get_num_threads()
         threading.Thread(target=self._run, args=(n_threads,), daemon=True).start()
 
-    def wait(self) -> None:
+    def wait(self, say: Callable[[str], None] = lambda line: None) -> None:
+        """Wait until compilation has ended; print a line by `say` where that takes time."""
+        if not self.done:
+            say("compiling (kept for the next start) ...")
         self._done.wait()
 
     def apply(self) -> bool:
@@ -191,9 +203,8 @@ class BlockCompiler:
             for T in (1, 5):
                 for head, run in self._heads.items():
                     block = head.block
-                    rows = *self._inputs(block, T, S), *self._layer(block, S)
-                    with compiling():
-                        run(*rows, self._entry(block, T))
+                    inputs = *self._inputs(block, T, S), *self._layer(block, S)
+                    compile_part(functools.partial(run, *inputs, self._entry(block, T)))
                 if not self._backend.leaves_blocks:
                     continue
                 for length in self._lengths:
@@ -215,8 +226,8 @@ class BlockCompiler:
         *rows, mask = self._inputs(blocks[0], T, S)
         seen = [mask, self._view(T)] if self._ops.views else [mask]
         for visible in seen:
-            with compiling():
-                self._compiled(blocks, layers, *rows, visible, self._ops)
+            all_rows = *rows, visible, self._ops
+            compile_part(functools.partial(self._compiled, blocks, layers, *all_rows))
 
     def _view(self, T: int) -> TreeView:
         """Return the view of a chain of T rows, for attention that takes no mask."""
@@ -307,10 +318,17 @@ def start_compiler(engine: Engine, params: SamplingParams | None = None) -> Bloc
     return compiler
 
 
-def compile_now(engine: Engine, params: SamplingParams | None = None) -> bool:
-    """Compile the engine's code and use it; return False, after a warning line, if that fails."""
+def compile_now(
+    engine: Engine,
+    params: SamplingParams | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> bool:
+    """Compile the engine's code and use it; return False, after a warning line, if that fails.
+
+    `say` prints a line where there is something to compile.
+    """
     compiler = start_compiler(engine, params)
-    compiler.wait()
+    compiler.wait(say)
     if compiler.apply():
         return True
     note(f"warning: running without compilation: {compiler.error}")

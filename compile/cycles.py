@@ -7,19 +7,23 @@ captures the pieces: operations that Inductor fuses are fewer nodes in a replaye
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from fasteagle.compile.graphs import compiling
+from fasteagle.compile.graphs import COMPILING
 from fasteagle.decoding.cycle import EAGER, Pieces
 from fasteagle.decoding.launch import may_be_shorter, variant_of
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.draft_head import HeadDrafter
 from fasteagle.drafting.draft_model import ModelDrafter
+from fasteagle.errors import is_out_of_memory
 from fasteagle.generate import Engine
 from fasteagle.model import KEY_BLOCK, KVCache, Output
 from fasteagle.multi_round import accept_sampled
@@ -38,7 +42,32 @@ FOR_GRAPHS = {
 }
 
 
+Compiled = TypeVar("Compiled")
+GAP = 0.005  # seconds; a thread that takes a lock again at once leaves it to no other one
 TRACED_SLOTS = 2 * KEY_BLOCK  # of caches that only shapes are read from: at 33B they take 0.8 GB
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Hold `COMPILING` for a part of a compilation, after the captures that wait for it."""
+    time.sleep(GAP)
+    with COMPILING:
+        yield
+
+
+def compile_part(work: Callable[[], Compiled]) -> Compiled:
+    """Return what a part of a compilation returns, which is tried again if it fails.
+
+    Ctrl-C in a terminal ends the C++ compilers that run beside a prompt there.
+    """
+    try:
+        with compiling():
+            return work()
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+    with compiling():
+        return work()
 
 
 class CycleCompiler:
@@ -63,8 +92,18 @@ class CycleCompiler:
     def compile(self, slots: Sequence[int] = (TRACED_SLOTS,)) -> None:
         """Compile for caches of any number of slots; `slots` are sizes that need different code."""
         for spec in self.missing:
-            with compiling():
-                self._found[variant_of(self._drafter, spec)] = self._compiled(spec, slots)
+            compiled = compile_part(functools.partial(self._compiled, spec, slots))
+            self._found[variant_of(self._drafter, spec)] = compiled
+
+    @property
+    def leaves_nothing(self) -> bool:
+        """Return whether kernels run all of the cycles, so that there is nothing to compile."""
+        engine, drafter = self._engine, self._drafter
+        if not engine.on_cpu or engine.runner.usual.finish is EAGER.finish:
+            return False
+        trees = [spec for spec in self._specs if spec.shape is not None]
+        own_model = isinstance(drafter, ModelDrafter)
+        return own_model or all(engine.backend.drafts(drafter, spec) for spec in trees)
 
     @property
     def missing(self) -> list[CycleSpec]:

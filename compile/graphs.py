@@ -7,12 +7,10 @@ of several sequences.
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import threading
-import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -35,7 +33,6 @@ from fasteagle.tree import Pool, Proposal
 # Held during a capture, and during the first run of compiled code: compilation times code, and
 # timing waits for the whole device, which spoils a capture in another thread.
 COMPILING = threading.RLock()
-GAP = 0.005  # seconds; a thread that takes a lock again at once leaves it to no other one
 Captured = TypeVar("Captured")
 # Consecutive failures of a variant, with any code: each leaves a pool in torch's allocator of
 # page-locked memory.
@@ -47,14 +44,6 @@ TIMED_REPLAYS = 5
 # Replays a cycle. One that was captured for a processor of logits has two graphs: the processor,
 # which reads the tree on the host, runs between them.
 Replay = Callable[[LogitsProcessor | None], None]
-
-
-@contextlib.contextmanager
-def compiling() -> Iterator[None]:
-    """Hold `COMPILING` for a part of a compilation, after the captures that wait for it."""
-    time.sleep(GAP)
-    with COMPILING:
-        yield
 
 
 class CapturedRunner(Runner):

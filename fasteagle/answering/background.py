@@ -51,8 +51,8 @@ class Preparation:
         self._threads: list[threading.Thread] = []
         self._start(self._prepare)
 
-    def wait_for_compiler(self) -> None:
-        self._compiler.wait()
+    def wait_for_compiler(self, say: Callable[[str], None]) -> None:
+        self._compiler.wait(say)
 
     def join(self) -> None:
         """Wait until everything is prepared."""

@@ -61,6 +61,10 @@ def _in_one_line() -> Iterator[None]:
     except click.exceptions.NoArgsIsHelpError:
         raise
     except click.UsageError as error:
+        if isinstance(error, click.NoSuchOption) and error.possibilities and error.ctx:
+            shown = {opt for each in error.ctx.command.params for opt in _shown(each)}
+            near = [each for each in error.possibilities if each in shown]
+            error = click.NoSuchOption(error.option_name, None, near, error.ctx)
         command = error.ctx.command_path if error.ctx is not None else "fasteagle"
         problem = " ".join(error.format_message().split()).rstrip(".?")
         raise UserError(f"{problem}: see `{command} --help`") from error
@@ -84,6 +88,12 @@ def _in_one_line() -> Iterator[None]:
         if error.filename:  # what may not be read or written, or a failing disk
             raise UserError(f"{error.filename}: {error.strerror}") from error
         raise
+
+
+def _shown(parameter: click.Parameter) -> list[str]:
+    """Return the flags of an option that help shows; none of one that is gone."""
+    hidden = isinstance(parameter, click.Option) and parameter.hidden
+    return [] if hidden else [*parameter.opts, *parameter.secondary_opts]
 
 
 class Script(click.Command):

@@ -48,10 +48,10 @@ def run_serve(
                 parallel=options.parallel,
             )
         params = defaults.params
-        if talk.compile_blocks:
-            say("compiling (kept for the next start) ...")
         if talk.compile_blocks is not False:
-            llm.prepare(params, quiet=True, wait=bool(talk.compile_blocks))
+            llm.prepare(params, quiet=True)
+        if talk.compile_blocks:
+            llm.wait_for_compiler(say)
         replies = dataclasses.replace(defaults, system=talk.system, think=talk.think)
         server = Server(llm, options, replies, api_key)
         host, port = listener.getsockname()[:2]

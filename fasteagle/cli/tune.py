@@ -26,8 +26,7 @@ def run_tune(model: str, runtime_options: RuntimeOptions, draft: DraftOptions) -
     drafter = tunable(engine)
     if drafter is None:
         raise FasteagleError("nothing to tune without a drafter")
-    note("compiling (kept for the next start) ...")
-    compiled = compile_now(engine)
+    compiled = compile_now(engine, say=note)
     questions = "\n".join(turn for each in read_questions(None, None) for turn in each.turns)
     text = llm.tokenizer.encode(questions)[: engine.max_seq_len // 2]
     engine.prefill(text)  # the rows that are timed repeat its tokens

@@ -16,8 +16,9 @@ from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.lookup import Lookup
 from fasteagle.drafting.policy import MAX_CHAIN
 from fasteagle.drafting.thresholds import LONGEST
+from fasteagle.errors import FasteagleError
 from fasteagle.model import EagleHead
-from fasteagle.shapes import FusedShape, GatedChain, TreeShape
+from fasteagle.shapes import MAX_REACH, FusedShape, GatedChain, TreeShape
 from fasteagle.state import CycleSpec, DecodeState
 from fasteagle.tree import DraftTree, Pool
 
@@ -65,6 +66,8 @@ class FusedDrafter(EagleDrafter):
         if isinstance(like, GatedChain):
             like = FusedShape(LONGEST, 1, LONGEST, min(like.depth, LONGEST))
         levels = min(like.levels, max(1, nodes))
+        if nodes > (most := like.head_pool + MAX_REACH):
+            raise FasteagleError(f"its trees have at most {most} nodes")
         reach = max(like.reach, nodes - like.head_pool)
         return self._with(FusedShape(levels, like.topk, nodes, reach))
 

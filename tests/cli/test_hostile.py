@@ -103,6 +103,7 @@ REFUSED = [
     (CALIBRATE, "--precision int4-g32-torchao", "leave out -torchao"),
     (CALIBRATE, "--out /proc/none", "cannot write /proc/none/config.json"),
     (CHAT, "--temprature 1", "No such option '--temprature'"),
+    (CHAT, "--quantise", "No such option '--quantise'. Did you mean '--quiet'"),
     (CHAT, "more", "unexpected extra argument (more): see `"),
     (CHAT, "--kv foo", "kv 'foo' is unknown: use auto or int8"),
     (CHAT, "--drafter foo", "drafter 'foo' is unknown: use auto, eagle"),

@@ -9,6 +9,7 @@ import torch
 
 from fasteagle.compile import BlockCompiler, blocks
 from fasteagle.compile.blocks import start_compiler
+from fasteagle.compile.cycles import compile_part
 from fasteagle.decoding.runner import Backend
 from fasteagle.generate import Engine
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
@@ -45,6 +46,28 @@ def test_compiled_equals_eager_and_nothing_recompiles(target, no_recompiles):
         assert tokens(fast, [7] * n) == tokens(eager, [7] * n)
     fast.plain_rows = 2
     assert tokens(fast, PROMPT * 30, 60) == tokens(eager, PROMPT * 30, 60)
+
+
+@pytest.mark.parametrize(
+    ("error", "fails", "tries"),
+    [(OSError("Bad address: g++"), 1, 2), (OSError("no g++"), 9, 2), (MemoryError(), 9, 1)],
+)
+def test_what_ctrl_c_has_ended_is_compiled_again(error, fails, tries):
+    """In a terminal it reaches the compilers, too."""
+    calls = []
+
+    def work():
+        calls.append(1)
+        if len(calls) <= fails:
+            raise error
+        return "code"
+
+    if fails < 2:
+        assert compile_part(work) == "code"
+    else:
+        with pytest.raises(type(error)):
+            compile_part(work)
+    assert len(calls) == tries
 
 
 def test_the_compiling_thread_has_our_settings(model, monkeypatch):

@@ -7,6 +7,8 @@ import random
 import pytest
 import torch
 
+from fasteagle.compile import blocks
+from fasteagle.compile.blocks import compile_now
 from fasteagle.compile.costs import tune_now
 from fasteagle.compile.cpu_backend import CpuBackend
 from fasteagle.compile.cpu_draft import NativeDraft
@@ -26,7 +28,7 @@ from fasteagle.loading.source import quantize_head_
 from fasteagle.options import SamplingParams
 from fasteagle.quant.scheme import Scheme
 from fasteagle.sampling import SamplingMode
-from fasteagle.shapes import GatedChain
+from fasteagle.shapes import GatedChain, TreeShape
 from helpers import random_head, spec_of, tiny_config
 from native_models import SHAPE, native_target
 
@@ -166,6 +168,19 @@ def test_another_number_of_nodes_and_back(target, params, compiled):
         assert answer(engine, params) == expected
         assert engine.stats.drafted > 0
         assert engine.backend.drafts(other, spec_of(other.shape))
+
+
+def test_where_kernels_run_all_of_it_nothing_is_compiled(target, monkeypatch):
+    monkeypatch.setattr(blocks, "missing_compiler", lambda: "nobody asks")
+    said = []
+    for drafter in (None, NgramDrafter(), fused(target)):
+        if isinstance(drafter, NgramDrafter):
+            drafter.shape = GatedChain(REACH)
+        engine = engine_of(target, drafter)
+        assert compile_now(engine, SamplingParams(0.8), said.append) and not said
+        assert answer(engine, SamplingParams(), 8)
+    engine = engine_of(target, EagleDrafter(fused(target).head, TreeShape(2, 2, 4), 256))
+    assert not compile_now(engine, None, said.append), "trees are none of the kernels'"
 
 
 def test_a_chain_of_a_fixed_number_of_tokens(target):

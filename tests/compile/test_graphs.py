@@ -14,7 +14,8 @@ import torch
 
 from fake_cuda import FakeCuda
 from fasteagle.compile.cuda_graphs import CudaGraphs
-from fasteagle.compile.graphs import COMPILING, CapturedRunner, compiling
+from fasteagle.compile.cycles import compiling
+from fasteagle.compile.graphs import COMPILING, CapturedRunner
 from fasteagle.decoding.cycle import EAGER
 from fasteagle.decoding.runner import Backend
 from fasteagle.drafting.ngram import NgramDrafter

@@ -13,10 +13,10 @@ from fasteagle.drafting.lookup import NOTHING, Corpus, Lookup
 from fasteagle.errors import FasteagleError
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import SamplingMode
-from fasteagle.shapes import FusedShape, GatedChain, TreeShape, shape_of
+from fasteagle.shapes import MAX_REACH, FusedShape, GatedChain, TreeShape, shape_of
 from fasteagle.state import CycleSpec
 from fasteagle.tree import HEAD, LOOKUP, Pool, ancestor_mask, fuse, rerank
-from helpers import drawing, eagle3_of, empty_state, pairs, random_head
+from helpers import drawing, eagle3_of, empty_state, pairs, random_head, random_target, tiny_config
 
 X = NOTHING
 BOTH = HEAD + LOOKUP
@@ -89,6 +89,14 @@ def test_ties_keep_parents_before_children():
     for chain, n_nodes in (([2, 3, 7], 7), ([8, 9, 10], 9)):
         for n in range(1, 9):
             assert len(as_paths(rerank(fused(chain, 0.0, pool), ROOT, n))) == min(n, n_nodes)
+
+
+def test_trees_of_more_nodes_than_both_sources_yield_are_refused():
+    head = random_head(random_target(tiny_config()))
+    drafter = FusedDrafter(head, FusedShape(2, 2, 5, 4), 128)
+    assert drafter.resized(6 + MAX_REACH).shape.reach == MAX_REACH
+    with pytest.raises(FasteagleError, match="its trees have at most 69 nodes"):
+        drafter.resized(7 + MAX_REACH)
 
 
 def test_the_lookup_alone():
