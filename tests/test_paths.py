@@ -36,6 +36,15 @@ def test_atomic_writes(tmp_path, monkeypatch):
     assert (tmp_path / "a").read_bytes() == b"old"
 
 
+def test_a_file_appears_with_the_usual_permissions(tmp_path):
+    mask = os.umask(0o027)
+    try:
+        write_atomic(tmp_path / "a", b"new")
+    finally:
+        os.umask(mask)
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o640
+
+
 @pytest.mark.parametrize("there", [False, True])
 @pytest.mark.parametrize("spelling", ["{}", "."])
 def test_a_folder_appears_whole_with_the_usual_permissions(tmp_path, monkeypatch, spelling, there):
@@ -204,11 +213,21 @@ def test_a_user_without_a_home_has_a_temporary_one_that_is_its_own(monkeypatch, 
     paths._temporary_home.cache_clear()
 
 
+def test_a_cache_is_made_at_the_first_start_and_found_at_the_next(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home" / "cache"))
+    said = []
+    for _ in range(2):
+        ensure_cache(said.append)
+        assert not said and cache_dir() == tmp_path / "home" / "cache" / "fasteagle"
+        assert cache_dir().is_dir()
+
+
 def test_a_part_of_the_cache_that_cannot_be_written(tmp_path, monkeypatch):
     """As after one run with sudo."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (cache_dir() / "tokenizers").mkdir(parents=True)
-    (cache_dir() / "tokenizers" / "kept").write_text("x")
+    for name in ("kept", "other"):
+        (cache_dir() / "tokenizers" / name).write_text("x")
     real = tempfile.TemporaryFile
 
     def temporary(dir):
@@ -220,7 +239,8 @@ def test_a_part_of_the_cache_that_cannot_be_written(tmp_path, monkeypatch):
     said = []
     ensure_cache(said.append)
     assert "nothing is kept" in said[0] and cache_dir().parent != tmp_path
-    assert (cache_dir() / "tokenizers" / "kept").read_text() == "x"
+    for name in ("kept", "other"):
+        assert (cache_dir() / "tokenizers" / name).read_text() == "x"
 
 
 def test_temporary_files_of_killed_runs_go(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fasteagle.bench.hf import _Clock
+from fasteagle.bench.hf import _Clock, hf_config
 from fasteagle.bench.measure import Bandwidth
 from fasteagle.bench.options import BenchOptions
 from fasteagle.bench.report import build_report, conditions
@@ -15,6 +15,7 @@ from fasteagle.decoding.stats import Stats
 from fasteagle.errors import FasteagleError
 from fasteagle.options import DraftOptions, RuntimeOptions
 from fasteagle.shapes import FusedShape, TreeShape
+from helpers import tiny_config
 
 
 def row_of(*turns, name="plain", weight_bytes=10**9, **values):
@@ -86,6 +87,19 @@ def test_arithmetic_of_a_simulated_row():
     _, record = reported(row_of(Turn([1] * 11, 0.5, 2.0, 10)), row)
     assert (record["speedup_vs_plain"], record["tau"], record["measured_tau"]) == (3.0, 3.0, 1.0)
     assert [record[name] for name in ("draft_ms", "verify_ms", "other_ms")] == [50, 100, 50]
+
+
+@pytest.mark.parametrize(("backend", "sums"), [("fasteagle", "fp32"), ("torchao", None)])
+def test_a_report_says_how_our_kernels_accumulate(backend, sums):
+    runtime = RuntimeOptions(device="cpu", backend=backend, quant="int4")
+    report = build_report([], BenchOptions(), runtime, save_outputs=False)
+    assert report["meta"]["accumulate"] == sums
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_a_row_of_transformers_has_the_window_of_the_model(window):
+    config = tiny_config(architecture="MistralForCausalLM", sliding_window=window)
+    assert hf_config(config).sliding_window == window
 
 
 # Names

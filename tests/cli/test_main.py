@@ -17,6 +17,7 @@ from fasteagle.cli import main as cli
 from fasteagle.cli.models import int4_bytes
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
+from fasteagle.options import DEFAULT_MODEL
 
 
 def fasteagle(*args, stdin=b"", **kwargs) -> subprocess.CompletedProcess:
@@ -75,6 +76,13 @@ def test_models_names_all_draft_heads_first_the_one_by_default():
     at = next(i for i, line in enumerate(lines) if line.startswith("vicuna-13b"))
     assert "EAGLE-3 yuhuili/EAGLE3-Vicuna1.3-13B" in lines[at]
     assert lines[at + 1].strip() == "or EAGLE-1/2: --head yuhuili/EAGLE-Vicuna-13B-v1.3"
+
+
+def test_models_say_the_default_and_the_parameters_that_a_token_reads():
+    rows = [re.split(r"\s{2,}", line) for line in invoke("models").output.splitlines()]
+    params = {row[0]: row[1] for row in rows if len(row) > 1}
+    assert [name for name in params if "(default)" in name] == [f"{DEFAULT_MODEL} (default)"]
+    assert params["llama2-7b"] == "6.74B" and params["mixtral-8x7b"] == "46.70B, 12.88B a token"
 
 
 def test_memory_at_int4_counts_the_draft_head_and_the_cache():
@@ -195,7 +203,7 @@ def test_one_answer_ends_while_something_is_still_prepared(tiny_dir, monkeypatch
 
         def __init__(self, *args) -> None: ...
 
-        def wait_for_compiler(self) -> None: ...
+        def wait_for_compiler(self, say) -> None: ...
 
         def answering(self, params):
             return contextlib.nullcontext()

@@ -87,6 +87,7 @@ def test_commands(typed):
     typed.chat.session.stats.path_lengths = [1, 2, 0, 1]
     numbers = typed("/metrics")
     assert numbers.count("tau") == 1 and "accepted to depth 1: 75 % 2: 25 %" in numbers
+    assert typed.chat.engine.backend.describe() in numbers
     assert "conversation forgotten" in typed("/reset")
     assert "nothing to retry" in typed("/retry")
     assert "model's own default" in typed("/system")

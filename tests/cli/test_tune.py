@@ -34,6 +34,17 @@ def test_costs_and_plan_are_printed_and_kept(tiny_dir, compiled):
     assert str(path) in done.stderr.replace("\n", "")
 
 
+def test_tuning_again_measures_again(tiny_dir, no_compiler):
+    arguments = ("--model", tiny_dir, "--max-seq-len", 256)
+    assert invoke(*arguments).exit_code == 0
+    (path,) = (cache_dir() / "tuner").glob("*.json")
+    stored = json.loads(path.read_text())
+    stored["costs"]["other"] = 1e6
+    path.write_text(json.dumps(stored))
+    assert invoke(*arguments).exit_code == 0
+    assert json.loads(path.read_text())["costs"]["other"] < 1e6
+
+
 def test_experts_of_a_mixture_are_counted(tmp_path):
     folder = save_tiny(tmp_path / "mixtral", "mixtral")
     done = invoke("--model", folder, "--int8", "--max-seq-len", 256)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import zipfile
 
@@ -14,7 +15,7 @@ from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.names import expected_shapes
 from fasteagle.loading.quantize import with_scheme
-from fasteagle.loading.tensors import DummyCheckpoint
+from fasteagle.loading.tensors import DummyCheckpoint, save_tensors
 from helpers import change_tensors, edit_json, make_hf_model, tiny_config
 
 
@@ -91,6 +92,15 @@ def test_an_old_index_beside_a_single_file_is_not_read(folder, tiny_dir):
     index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     assert_same(weights_of(folder), weights_of(tiny_dir))
+
+
+def test_other_users_may_read_the_files_that_are_written(tmp_path):
+    mask = os.umask(0o022)
+    try:
+        save_tensors({"a": torch.ones(2)}, tmp_path / "a.safetensors")
+    finally:
+        os.umask(mask)
+    assert (tmp_path / "a.safetensors").stat().st_mode & 0o777 == 0o644
 
 
 @pytest.mark.parametrize("keep", [4, 20_000, None], ids=str)

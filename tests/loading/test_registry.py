@@ -54,6 +54,13 @@ def test_shapes_have_the_published_number_of_parameters(name, billions):
     assert f"{registry.preset(name).params / 1e9:.2f}" == billions
 
 
+def test_a_download_may_hold_a_tied_embedding_twice():
+    config = registry.preset("smollm2-135m")
+    assert config.tie_embeddings
+    twice = config.params + config.vocab_size * config.dim
+    assert registry.REGISTRY["smollm2-135m"].download_bytes == 2 * twice
+
+
 def test_a_folder_with_one_gguf_file_is_that_file(tmp_path):
     """As `hf download` leaves it; a folder with weights of its own stays a folder."""
     for name in ("README.md", "config.json", "mmproj-f16.gguf", "x-Q4_0.gguf"):

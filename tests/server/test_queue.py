@@ -13,7 +13,19 @@ import time
 
 import httpx
 import pytest
-from live_server import CHAT, LONG, SHORT, busy, deaf, failures, load, n_generated, serving, until
+from live_server import (
+    CHAT,
+    LONG,
+    SHORT,
+    busy,
+    deaf,
+    failures,
+    load,
+    n_generated,
+    number,
+    serving,
+    until,
+)
 
 from fasteagle.answering.answer import Chunk
 from fasteagle.generate import Engine
@@ -150,6 +162,8 @@ def test_too_many_are_told_when_to_come_back(loaded, slow):
         ask = functools.partial(httpx.post, small.url + CHAT, json=SHORT, timeout=30)
         waiting = [pool.submit(ask) for _ in range(2)]
         until(lambda: small.server.queue.n_waiting == 2)
+        assert number(small, "vllm:num_requests_running{.*}") == len(running)
+        assert number(small, "vllm:num_requests_waiting{.*}") == 2
         reply = ask()
         assert reply.status_code == 429
         assert int(reply.headers["retry-after"]) >= 1
