@@ -9,6 +9,8 @@ S slots, E head dim.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -65,9 +67,7 @@ def draw_tokens(
 
 
 @draw_tokens.register_fake
-def _(
-    logits: Tensor, positions: Tensor, seed: Tensor, temperature: Tensor, noisy: bool, scaled: bool
-) -> Tensor:
+def _(logits: Tensor, positions: Tensor, *rest: Any) -> Tensor:
     return positions.new_empty(len(logits))
 
 
@@ -150,7 +150,7 @@ def _(
 
 
 def look_up(lookup: Lookup, text: Tensor, last: Tensor, reach: int) -> tuple[Tensor, Tensor]:
-    """Run `Lookup.propose` in one launch, where it has no corpus."""
+    """Run `Lookup.propose` in two launches, where it has no corpus."""
     if lookup.corpus is not None:
         return lookup.propose(text, last, reach)
     return look_up_text(text, last, lookup.table, lookup.last, reach)
@@ -175,13 +175,7 @@ def fuse_pool(
 
 @fuse_pool.register_fake
 def _(
-    tokens: Tensor,
-    scores: Tensor,
-    parents: Tensor,
-    looked_up: Tensor,
-    logp: Tensor,
-    k: int,
-    n_levels: int,
+    tokens: Tensor, scores: Tensor, parents: Tensor, looked_up: Tensor, logp: Tensor, *rest: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     P = len(tokens) + len(looked_up)
     return tokens.new_empty(P), logp.new_empty(P), tokens.new_empty(P), tokens.new_empty(P)
