@@ -9,7 +9,7 @@ import torch
 
 from fasteagle.compile import blocks
 from fasteagle.compile.blocks import compile_now
-from fasteagle.compile.costs import tune_now
+from fasteagle.compile.costs import begin_policy, tune_now
 from fasteagle.compile.cpu_backend import CpuBackend
 from fasteagle.compile.cpu_draft import NativeDraft
 from fasteagle.compile.cycles import CycleCompiler
@@ -149,9 +149,20 @@ def test_chains_are_measured_where_cycles_are_compiled(target, head, tmp_path):
     engine = engine_of(target, drafter)
     compiled_for(engine, SamplingParams())
     policy, seconds = tune_now(engine, pytest.fail, compiled=True)
-    assert seconds > 0 and policy is drafter.policy and policy.shapes == [GatedChain(REACH)]
+    assert 0 < seconds < 600 and policy is drafter.policy and policy.shapes == [GatedChain(REACH)]
     assert policy.costs.lookup > 0 and (policy.costs.chain[LONGEST] > 0) == head
     assert answer(engine, SamplingParams()) == answer(engine_of(target), SamplingParams())
+
+
+def test_chains_have_a_policy_before_anything_is_measured(target, tmp_path):
+    drafter = fused(target)
+    engine = engine_of(target, drafter)
+    begin_policy(engine)
+    assert drafter.policy is None, "a chain of a fixed size has none"
+    drafter.tuning = Tuning(tmp_path / "costs.json", DEFAULT_RANKS)
+    begin_policy(engine)
+    assert drafter.policy.shapes == [GatedChain(REACH)] and not list(tmp_path.iterdir())
+    begin_policy(engine_of(target))
 
 
 @pytest.mark.parametrize(("params", "compiled"), [(PARAMS[0], True), (PARAMS[2], False)], ids=str)

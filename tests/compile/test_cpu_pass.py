@@ -45,7 +45,7 @@ PASSES = [
 @pytest.mark.parametrize(("name", "dtype", "T", "length"), PASSES, ids=str)
 def test_a_pass_has_the_bits_of_its_parts(name, dtype, T, length):
     backend = native_backend(tiny_config(**CONFIGS[name]), dtype=dtype)
-    assert why_not(backend.target.model) is None
+    assert why_not(backend.target.model) is None and ": passes, chains" in backend.describe()
     verify, target = backend.pieces.verify, backend.target
     generator = torch.Generator().manual_seed(T + length)
     proposal = Proposal.of(random_tree(T, 60, generator))
@@ -180,3 +180,4 @@ def test_other_targets_keep_their_code():
     pieces = backend.pieces
     assert pieces.verify is EAGER.verify and isinstance(pieces.finish, NativeFinish)
     assert "LM head by torch: its LM head is not quantized" in backend.describe()
+    assert ": decoder blocks, chains" in backend.describe()

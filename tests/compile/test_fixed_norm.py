@@ -62,7 +62,7 @@ def test_no_wider_sums_than_needed(capsys):
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize(("scale", "checked"), [(1.0, 2), (5800.0, 3)])
+@pytest.mark.parametrize(("scale", "checked"), [(1.0, 2), (600.0, 2), (5800.0, 3)])
 def test_blocks_that_do_not_fit_check_no_input_behind_a_norm(scale, checked, monkeypatch):
     """Such as 5,800 sqrt(128), beyond fp16; inputs of the output and of down are checked."""
     monkeypatch.setattr(cuda_backend, "obstacle", lambda block: "odd sizes")
