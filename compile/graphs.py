@@ -67,7 +67,7 @@ class CapturedRunner(Runner):
         self._failures: Counter[Any] = Counter()  # consecutive ones, by drafter and spec
         self._kinds: list[Any] = []
         self._n_compiled = 0  # compiled variants when graphs were captured
-        self._ahead: set[Any] = set()  # trees, rows and modes whose kernels are compiled
+        self._compiled_ahead: set[Any] = set()  # trees, rows and modes whose kernels are compiled
         # One place is filled while the other is read.
         self._free = deque(graphs.place(state.result) for _ in range(self.ahead + 1))
         self._launched: deque[PinnedPlace] = deque()
@@ -126,10 +126,10 @@ class CapturedRunner(Runner):
 
     def compile_ahead(self, specs: Sequence[CycleSpec], drafter: Drafter | None) -> None:
         wanted = {(spec.shape, spec.rows, spec.kind) for spec in specs}
-        if not wanted <= self._ahead:
+        if not wanted <= self._compiled_ahead:
             with COMPILING:  # it waits for the device
                 compile_ahead(self.backend, drafter, specs, self.state)
-            self._ahead |= wanted
+            self._compiled_ahead |= wanted
 
     def compile_shared(self, specs: Sequence[CycleSpec], drafter: Drafter | None) -> None:
         backend, device = self.backend, self.state.root.device
