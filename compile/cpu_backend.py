@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fasteagle.compile import cpu_pass
 from fasteagle.compile.cpu_blocks import MAX_ROWS, NativeBlocks, fits
+from fasteagle.compile.cpu_cycles import CpuRunner
 from fasteagle.compile.cpu_draft import NativeDraft, Text
 from fasteagle.decoding.cycle import EAGER, Pieces
 from fasteagle.decoding.launch import Capture, Launch
@@ -49,6 +50,9 @@ class CpuBackend(Backend):
     @property
     def pieces(self) -> Pieces:
         return self._pieces
+
+    def runner(self, state: DecodeState) -> Runner:
+        return CpuRunner(self, state)
 
     @property
     def leaves_blocks(self) -> bool:

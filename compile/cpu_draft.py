@@ -154,6 +154,11 @@ class NativeDraft:
         promised = tuple(paths.tolist()[: len(tokens)])
         return self.proposal(state, tokens, HEAD)._replace(promised=promised)
 
+    def reads(self, head: EagleHead) -> bool:
+        """Return whether the kernels make the features that the draft head's block reads, too."""
+        native = self.of(head)
+        return native is not None and native.reads
+
     def of(self, head: EagleHead) -> NativeChain | None:
         """Return the native chain of a draft head, made once; None if the kernels cannot draft."""
         if head not in self._heads:
@@ -198,7 +203,10 @@ def look_up(state: DecodeState, drafter: FusedDrafter | NgramDrafter, reach: int
 
 
 class NativeChain:
-    """Weights of one draft head as the kernels read them; see `quant/cpu/head.h`."""
+    """Weights of one draft head as the kernels read them; see `quant/cpu/head.h`.
+
+    `reads`: whether they hold all that makes features of the target's states.
+    """
 
     def __init__(self, head: EagleHead) -> None:
         lm_head = _linear(head.lm_head)
@@ -217,12 +225,17 @@ class NativeChain:
                 norm=head.norm.weight.detach().float(),
             )
         flags = (False, head.config.mtp)
+        self.reads = True
         if own is not None:
             flags = (own.norm_before_residual, own.norm_output)
+            assert isinstance(head, Eagle3Head), "which has this config"
+            self.reads = isinstance(head.fc, NativeLinear) and not head.aux_norms
+            if isinstance(head.fc, NativeLinear) and self.reads:
+                tensors = tensors._replace(reader=head.fc.packed, reader_bias=head.fc.bias)
         else:
             assert isinstance(head.fc, NativeLinear), "see can_draft"
             tensors = tensors._replace(fc=head.fc.packed, fc_bias=head.fc.bias)
-        self._head = torch.classes.fasteagle_cpu.Head(
+        self.weights = torch.classes.fasteagle_cpu.Head(
             block_tensors(head.block),
             tensors,
             head.block.attention.n_head,
@@ -243,7 +256,7 @@ class NativeChain:
         for state, _, spec in texts:
             pairs.append(state.committed(min(spec.width, int(state.count))))
         noisy = [text.state.sampling if text.is_noisy else None for text in texts]
-        chains: list[tuple[Tensor, Tensor]] = self._head.draft(
+        chains: list[tuple[Tensor, Tensor]] = self.weights.draft(
             [new.tokens for new in pairs],
             [drafter.head.read(new.features) for drafter, new in zip(drafters, pairs, strict=True)],
             [new.count for new in pairs],

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,6 +77,11 @@ class NativePass:
         )
         return Output(logits, features, aux_states if state.aux_layers else None)
 
+    def cycles(self, ends: Sequence[int], n: int, *how: Any) -> list[Any]:
+        """Return the results of `n` cycles of one sequence: `cycles` in `quant/cpu/ops.cpp`."""
+        results: list[Any] = self._target.cycles(*how, self._weight, ends, n)
+        return results
+
     def together(
         self, states: Sequence[DecodeState], target: Target, proposals: Sequence[Proposal]
     ) -> list[Output]:
@@ -124,30 +130,33 @@ class NativeFinish:
             output.logits,
             output.features if output.aux_states is None else output.aux_states,
             Tree(tree.tokens, tree.parents, tree.valid, tree.sources),
-            self._tensors(state),
-            GREEDY if spec.kind == PLAIN_GREEDY else _sampling(state, spec.kind),
+            self.tensors(state),
+            self.sampling(state, spec.kind),
             spec.depth,
             spec.in_place,
             proposal.extended,
             bool(spec.width),
         )
 
-    def _tensors(self, state: DecodeState) -> State:
+    def tensors(self, state: DecodeState) -> State:
+        """Return the tensors of a state."""
         if self._of is None or self._of() is not state:
             self._of = weakref.ref(state)
             names = ("seq_len", "root", "count", "tokens", "text", "result")
             self._fixed = {name: getattr(state, name) for name in names}
         return State(**self._fixed, features=state.features, rows=state.cache.rows)
 
-
-def _sampling(state: DecodeState, kind: SamplingMode) -> Sampling:
-    tensors = state.sampling
-    return Sampling(
-        temperature=None if kind.greedy else tensors.temperature,
-        seed=None if kind.greedy else tensors.seed,
-        top_k=tensors.top_k if kind.top_k else None,
-        top_p=tensors.top_p if kind.top_p else None,
-        min_p=tensors.min_p if kind.min_p else None,
-        penalty=tensors.penalty if kind.penalty else None,
-        seen=state.seen if kind.penalty else None,
-    )
+    def sampling(self, state: DecodeState, kind: SamplingMode) -> Sampling:
+        """Return the tensors that a sampling mode reads."""
+        if kind == PLAIN_GREEDY:
+            return GREEDY
+        tensors = state.sampling
+        return Sampling(
+            temperature=None if kind.greedy else tensors.temperature,
+            seed=None if kind.greedy else tensors.seed,
+            top_k=tensors.top_k if kind.top_k else None,
+            top_p=tensors.top_p if kind.top_p else None,
+            min_p=tensors.min_p if kind.min_p else None,
+            penalty=tensors.penalty if kind.penalty else None,
+            seen=state.seen if kind.penalty else None,
+        )

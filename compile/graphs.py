@@ -54,6 +54,7 @@ class CapturedRunner(Runner):
     """
 
     ahead = 1
+    most_launched = 2
     fixed_addresses = True
 
     def __init__(self, backend: Backend, state: DecodeState, graphs: CudaGraphs) -> None:
@@ -364,11 +365,12 @@ class CapturedRunner(Runner):
         *tokens, by_lookup, drafted = place.read()
         return Done(tokens, by_lookup, drafted, None, None, alone=self._alone)
 
-    def drop(self) -> None:
-        super().drop()
+    def drop(self, specs: Sequence[CycleSpec] = ()) -> bool:
+        has_drafted = super().drop(specs)
         self._free.extend(self._launched)
         self._launched.clear()
         self._graphs.synchronize()
+        return has_drafted
 
     def timed(self, work: Callable[[], Any], restore: Callable[[], None]) -> float:
         """Return the milliseconds of `work` in replay."""

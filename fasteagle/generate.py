@@ -22,7 +22,7 @@ from fasteagle.decoding.stats import Stats
 from fasteagle.device import unless_short
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.policy import Outcome
-from fasteagle.errors import EngineError, FasteagleError, shown
+from fasteagle.errors import EngineError, FasteagleError
 from fasteagle.logits import LogitsProcessor
 from fasteagle.model import KEY_BLOCK, KVCache, Transformer
 from fasteagle.options import SamplingParams
@@ -85,6 +85,8 @@ class Engine(Context):
         check_rows(rows, self.backend.most_rows)
         self.shown = 0  # the drafter may have seen another conversation
         self.drafter = drafter
+        self._specs_of: dict[object, CycleSpec] = {}
+        self._reach = 0  # most tokens of this answer that caches have had room for
         if drafter is not None:
             self.runner.adopt(drafter)
         aux_layers = () if drafter is None else drafter.aux_layers
@@ -105,8 +107,9 @@ class Engine(Context):
         is_last: Callable[[int], bool] = lambda token: False,
         stats: Stats | None = None,
     ) -> Generator[list[int]]:
-        """Yield newly committed tokens, cycle by cycle, up to and including an end-of-text token.
+        """Yield newly committed tokens, up to and including an end-of-text token.
 
+        They come cycle by cycle, or together where one call of the runner has run several cycles.
         Where the runner `waits`, it yields an empty list too: before the first token after each
         pass of the prompt, and whenever a cycle waits to be run with those of other engines.
 
@@ -136,23 +139,25 @@ class Engine(Context):
         )
         self._check(root, len(prompt))
         self.state.load([*self.cached, root], feature, params)
-        new = [root]
+        self.runner.ends, self._reach = [*eos_ids], 0
+        new, chunk = [root], list[int]()
         first = time.perf_counter()
         stats.ttft = first - start
         # Closed at any end, now: a traceback may hold them until another answer is under way.
-        with contextlib.closing(self._cycles(new[-1], kind, processor, speculate)) as cycles:
+        cycles = self._cycles(root, kind, max_new_tokens, processor, speculate)
+        with contextlib.closing(cycles):
             while True:
                 emitted = self._until_end(new, max_new_tokens, eos_ids, is_last)
                 stats.new_tokens += len(emitted)
                 if processor is not None:
                     processor.accept(emitted)
-                elapsed = time.perf_counter() - first
-                if stats.passes:
-                    stats.cycle_seconds.append(elapsed - stats.decode_seconds)
-                stats.decode_seconds = elapsed
-                yield emitted
-                if stats.finish:
-                    return
+                chunk += emitted
+                if stats.finish or not self.runner.ready:
+                    stats.add_chunk(time.perf_counter() - first)
+                    yield chunk
+                    if stats.finish:
+                        return
+                    chunk = []
                 while not (new := unless_short(lambda: next(cycles), self._lost)):
                     yield []
                 stats.passes += 1
@@ -183,16 +188,16 @@ class Engine(Context):
         self,
         root: int,
         kind: SamplingMode,
+        most: int,
         processor: LogitsProcessor | None = None,
         speculate: bool = True,
     ) -> Generator[list[int]]:
-        """Yield new tokens, cycle by cycle, without end; `cached` holds all but the last of them.
+        """Yield new tokens, cycle by cycle; `cached` holds all but the last of them.
 
-        Yields an empty list where a cycle waits to be run.
-
-        Where the runner works ahead, the next cycle is launched before the last one is read, and
-        its result is dropped if the answer ends there. A processor must see the last one first, and
-        so must the host where cycles wait for those of others.
+        The answer has `most` tokens. Yields an empty list where a cycle waits to be run. Where the
+        runner launches several cycles before one is read, results past the answer's end are
+        dropped. A processor must see the last one first, and so must the host where cycles wait for
+        those of others.
         """
         launched: deque[CycleSpec] = deque()
         begins: deque[float] = deque()
@@ -200,29 +205,28 @@ class Engine(Context):
         try:
             while True:
                 is_free = processor is None and not self.runner.defers
-                ahead = self.runner.ahead if is_free else 0
-                while len(launched) <= ahead:
+                n = min(self.runner.most_launched if is_free else 1, most - self.stats.new_tokens)
+                while len(launched) < n and not self.runner.ready:
                     spec = self._next_spec(kind, launched, speculate)
                     if spec is None:
                         break
                     begins.append(time.perf_counter())
                     self.runner.launch(spec, self.drafter, processor)
                     launched.append(spec)
-                if self.runner.waits:
+                if self.runner.waits and not self.runner.ready:
                     yield []
                 done = self.runner.read()
                 # A cycle may have waited long for its pass, while the last chunk was read.
                 begin = max(begins.popleft(), last_read, self.runner.began)
                 last_read = time.perf_counter()
-                # Otherwise a processor's time would count as the tree's.
-                is_timed = processor is None and done.alone
-                ms = 1e3 * (last_read - begin) if is_timed else None
-                new = self._record(root, launched.popleft(), done, ms)
+                ms = done.ms or 1e3 * (last_read - begin)
+                is_timed = processor is None and done.alone  # else other time would be the tree's
+                new = self._record(root, launched.popleft(), done, ms if is_timed else None)
                 root = new[-1]
                 yield new
         finally:
-            self.runner.drop()
-            if self.stats.finish and not any(spec.extends for spec in launched):
+            has_drafted = self.runner.drop(launched)
+            if self.stats.finish and not has_drafted:
                 self._show_pending(keep_last=False)
 
     def _next_spec(
@@ -243,13 +247,23 @@ class Engine(Context):
                 if launched:
                     return None
                 self._show_pending()
-        self.reserve(reach, spec.rows, spec.width)
+        # Caches do not shrink during an answer, though a cycle may bring less than it might.
+        self._reach = max(self._reach, reach)
+        self.reserve(self._reach, spec.rows, spec.width)
         return spec
 
     def spec(
         self, shape: AnyShape | None, kind: SamplingMode, shapes: Sequence[AnyShape] = ()
     ) -> CycleSpec:
         """Return the variant of a cycle with a tree of `shape`, one of `shapes` (the drafter's)."""
+        key = shape, kind, self.plain_rows
+        if shapes or self.runner.ahead or key not in self._specs_of:
+            self._specs_of[key] = self._new_spec(shape, kind, shapes)
+        return self._specs_of[key]
+
+    def _new_spec(
+        self, shape: AnyShape | None, kind: SamplingMode, shapes: Sequence[AnyShape]
+    ) -> CycleSpec:
         drafter = self.drafter
         reads = drafter is not None and drafter.reads_features
         if shape is None:
@@ -267,8 +281,9 @@ class Engine(Context):
     def _most_pending(self, launched: deque[CycleSpec]) -> int:
         """Return the largest number of committed positions that the draft head has not seen."""
         most = len(self.cached) - self.shown
+        skips = self.drafter is not None and self.drafter.may_skip_head
         for spec in launched:
-            most = spec.depth + 1 + (0 if spec.extends else most)
+            most = spec.depth + 1 + (0 if spec.extends and not skips else most)
         return most
 
     def _fits(self, seq_len: int, spec: CycleSpec) -> bool:
@@ -336,21 +351,6 @@ class Engine(Context):
         self.state.count.fill_(1)
         self.state.sampling.load(params)
         self.runner.prepare(specs, drafter, processed)
-
-    def check_prompt(self, prompt: Sequence[int]) -> None:
-        """Raise `FasteagleError` unless `prompt` can be answered with at least one token."""
-        if not prompt:
-            raise FasteagleError("the prompt is empty: give at least one token")
-        if len(prompt) >= self.max_seq_len:
-            raise FasteagleError(
-                f"the prompt is too long: {len(prompt):,} tokens, max-seq-len {self.max_seq_len:,} "
-                f"leaves room for {self.max_seq_len - 1:,}: shorten it or raise --max-seq-len"
-            )
-        low, high = min(prompt), max(prompt)
-        vocab_size = self.model.config.vocab_size
-        if low < 0 or high >= vocab_size:
-            bad = shown(low if low < 0 else high)
-            raise FasteagleError(f"token id {bad} is outside the vocabulary of {vocab_size:,}")
 
     def _check(self, token: int, position: int) -> None:
         """Raise `EngineError` where the logits of the token at `position` were not finite."""

@@ -21,7 +21,7 @@ from fasteagle.verify import Accepted
 
 MAX_DEPTH = 63  # longest path of a tree
 PLAIN_ROWS = 2  # most rows of a pass without a tree
-PENDING = 128  # most pairs stored for a draft head that is not run for a while
+PENDING = 256  # most pairs stored for a draft head that is not run for a while
 
 
 class Committed(NamedTuple):

@@ -48,7 +48,8 @@ class TargetTensors(NamedTuple):
 class HeadTensors(NamedTuple):
     """Weights and tables of a draft head around its block.
 
-    EAGLE-1 has `fc`, EAGLE-3 the three norms, a layer for multi-token prediction both.
+    EAGLE-1 has `fc`, EAGLE-3 the three norms, a layer for multi-token prediction both. `reader`
+    makes EAGLE-3's features of the target's states.
     """
 
     embedding: Tensor
@@ -60,6 +61,8 @@ class HeadTensors(NamedTuple):
     embedding_norm: Tensor | None = None
     feature_norm: Tensor | None = None
     norm: Tensor | None = None
+    reader: Tensor | None = None
+    reader_bias: Tensor | None = None
 
 
 class State(NamedTuple):
@@ -102,3 +105,19 @@ class CorpusIndex(NamedTuple):
     tokens: Tensor
     keys: Tensor
     order: Tensor
+
+
+class DraftTensors(NamedTuple):
+    """What drafts the chains of some cycles: a lookup's table and last proposal, a draft head.
+
+    Of the head: the target's ids of its tokens, its keys and values; and a temperature and a seed
+    where it ranks tokens with noise.
+    """
+
+    table: Tensor | None = None
+    kept: Tensor | None = None
+    target_ids: Tensor | None = None
+    keys: Tensor | None = None
+    values: Tensor | None = None
+    temperature: Tensor | None = None
+    seed: Tensor | None = None

@@ -72,7 +72,7 @@ def two_drafted_tokens(engine, prompt, params) -> list[int]:
     feature, *_ = engine.prefill(prompt[:-1])
     engine.state.load(prompt, feature, params)
     drawn = []
-    for new in engine._cycles(prompt[-1], SamplingMode.of(params, 4)):
+    for new in engine._cycles(prompt[-1], SamplingMode.of(params, 4), 3):
         drawn += new
         if len(drawn) >= 2:
             return drawn[:2]

@@ -15,7 +15,7 @@ from fasteagle.decoding.launch import head_config
 from fasteagle.decoding.runner import Backend
 from fasteagle.device import unless_short
 from fasteagle.drafting.base import Drafter
-from fasteagle.errors import EngineError
+from fasteagle.errors import EngineError, FasteagleError, shown
 from fasteagle.model import (
     KEY_BLOCK,
     KVCache,
@@ -82,6 +82,21 @@ class Context:
         if self.target.rows_at_once is not None:
             return self.target.rows_at_once
         return PREFILL_CHUNK if self.on_cpu else PREFILL_CHUNK_CUDA
+
+    def check_prompt(self, prompt: Sequence[int]) -> None:
+        """Raise `FasteagleError` unless `prompt` can be answered with at least one token."""
+        if not prompt:
+            raise FasteagleError("the prompt is empty: give at least one token")
+        if len(prompt) >= self.max_seq_len:
+            raise FasteagleError(
+                f"the prompt is too long: {len(prompt):,} tokens, max-seq-len {self.max_seq_len:,} "
+                f"leaves room for {self.max_seq_len - 1:,}: shorten it or raise --max-seq-len"
+            )
+        low, high = min(prompt), max(prompt)
+        vocab_size = self.model.config.vocab_size
+        if low < 0 or high >= vocab_size:
+            bad = shown(low if low < 0 else high)
+            raise FasteagleError(f"token id {bad} is outside the vocabulary of {vocab_size:,}")
 
     @torch.no_grad()
     def prefill(self, prompt: Sequence[int]) -> Prefilled:
@@ -187,7 +202,6 @@ class Context:
         if drafter is None or not drafter.reads_features:
             self.shown = len(self.cached)
         elif keep_last or n > FEW_PAIRS:
-            self.reserve(len(self.cached))
             count = torch.tensor([n], device=self.device)
             seq_len = torch.tensor(len(self.cached), device=self.device)
             drafter.extend(Committed(state.tokens[:n], state.features[:n], count), seq_len)

@@ -56,3 +56,4 @@ class Done(NamedTuple):
     extended: bool | None = None  # whether the drafter has seen the pending pairs; None: its spec
     promised: tuple[float, ...] = ()  # see `Proposal`
     alone: bool = True  # False: its time was that of several sequences
+    ms: float | None = None  # whole cycle; None: not timed by the runner

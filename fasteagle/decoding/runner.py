@@ -40,9 +40,11 @@ class Runner:
     until `batch.run_together` has run it.
     """
 
+    ends: Sequence[int] = ()  # tokens after which no cycle is needed
     waits = False  # whether the engine yields before it reads a cycle: others may run meanwhile
     accompanied = False  # whether there are other engines whose cycles run beside
-    ahead = 0  # cycles launched before the first one is read
+    ahead = 0  # cycles that the device has still to run when one is read
+    most_launched = 1  # cycles launched before the first one is read
     plain_rows = 1  # rows of a pass without a tree
     fixed_addresses = False  # whether caches must not move: they have their full size then
     few_rows = 0  # up to so many rows of a prompt are replayed passes of 64
@@ -66,6 +68,11 @@ class Runner:
     @error.setter
     def error(self, line: str) -> None:
         self._errors[:] = [line]
+
+    @property
+    def ready(self) -> int:
+        """Number of cycles that have been run already, to be read without waiting."""
+        return 0
 
     @property
     def usual(self) -> Pieces:
@@ -229,9 +236,13 @@ class Runner:
         drafts = proposal.extended, proposal.promised
         return Done(tokens, by_lookup, drafted, *seconds, *drafts, alone)
 
-    def drop(self) -> None:
-        """Drop cycles that were launched and will not be read."""
+    def drop(self, specs: Sequence[CycleSpec] = ()) -> bool:
+        """Drop launched cycles, of these specs, which will not be read.
+
+        Returns whether a draft head may have read the pending pairs in them.
+        """
         self.waiting = self._failure = None
+        return any(spec.extends for spec in specs)
 
     def timed(self, work: Callable[[], Any], restore: Callable[[], None]) -> float:
         """Return the milliseconds of `work` run by this runner; `restore` undoes its changes."""

@@ -23,6 +23,12 @@ class Stats:
     parts_timed: bool = True  # false where a whole cycle is replayed, and has no parts to time
     finish: str = ""  # "eos", "stop", "length", "context", or "" while running or interrupted
 
+    def add_chunk(self, elapsed: float) -> None:
+        """Add a chunk, `elapsed` seconds after the first token; the first chunk has no cycle."""
+        if self.passes:
+            self.cycle_seconds.append(elapsed - self.decode_seconds)
+        self.decode_seconds = elapsed
+
     def add_times(self, draft: float | None, verify: float | None) -> None:
         """Add the times of one cycle; None where its parts were not timed."""
         self.parts_timed = self.parts_timed and draft is not None and verify is not None

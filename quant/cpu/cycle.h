@@ -224,13 +224,9 @@ void mark_seen(Tensor& seen, int64_t root, const Path& path) {
 }
 
 // Accepts a path of the tree and updates the whole state for the next cycle.
-void finish_cycle(const Tensor& logits, const Tensor& read, const OptionalTensors& tree_,
-                  at::TensorList state_, const OptionalTensors& sampling_, int64_t depth,
-                  bool in_place, bool extends, bool keeps) {
-  const Tree tree = named<Tree>(tree_);
-  State state = named<State>(state_);
-  Sampling sampling = named<Sampling>(sampling_);
-  const CommitRules rules{depth, in_place, extends, keeps};
+void finish_cycle(const Tensor& logits, const Tensor& read, const Tree& tree, State& state,
+                  const Sampling& sampling, const CommitRules& rules) {
+  const int64_t depth = rules.depth;
   TORCH_CHECK(depth >= 0, "a state and a tree");
   check_tree(tree, logits);
   for (const Tensor& t : {state.seq_len, state.root, state.count, state.text, state.result})
@@ -242,13 +238,16 @@ void finish_cycle(const Tensor& logits, const Tensor& read, const OptionalTensor
   const Path path = accept(tree, logits, sampling, seq_len);
   check_room(state, read, tree.tokens.numel(), path.count(), rules);
 
-  if (!in_place && depth) move_rows(state.rows, seq_len, path.rows);
+  if (!rules.in_place && depth) move_rows(state.rows, seq_len, path.rows);
   int64_t* text = state.text.mutable_data_ptr<int64_t>() + seq_len + 1;
   std::fill_n(text, depth + 1, 0);
   for (const int64_t token : path.tokens) *text++ = std::max<int64_t>(token, 0);
   report(state.result, tree, path, depth);
-  if (keeps) keep_pairs(state, read, path, extends);
-  if (sampling.penalty.defined()) mark_seen(sampling.seen, root, path);
+  if (rules.keeps) keep_pairs(state, read, path, rules.extends);
+  if (sampling.penalty.defined()) {
+    Tensor seen = sampling.seen;
+    mark_seen(seen, root, path);
+  }
   root = std::max<int64_t>(path.tokens.back(), 0);
   seq_len += path.count();
 }

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "chain.h"
+#include "linear.h"
 #include "tensors.h"
 
 namespace {
@@ -59,6 +60,14 @@ struct Head : torch::CustomClassHolder {
     heads = {n_head, (weights.block.qkv.h.N / E - n_head) / 2, E};
     // The block of an EAGLE-3 head reads embedding and feature.
     check_block(block_tensors, weights.block, heads, D, weights.eagle3 ? 2 * D : D);
+  }
+
+  // Returns features [P, D] for `draft` from the target's states [P, F], in their type.
+  Tensor read(const Tensor& states) const {
+    if (!tensors.reader.defined()) return states;
+    std::optional<Tensor> bias;
+    if (tensors.reader_bias.defined()) bias = tensors.reader_bias;
+    return linear(states, tensors.reader, bias, D, 0).to(states.scalar_type());
   }
 
   // Drafts at most `depth` tokens after each of B texts: see `draft_chains`. `tokens` [P] and

@@ -5,11 +5,10 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <cstdint>
-#include <tuple>
+#include <optional>
 #include <vector>
 
 #include "tensors.h"
@@ -64,23 +63,40 @@ Match find_in_text(const int64_t* text, int64_t last, int64_t longest) {
   return best;
 }
 
-// Returns the tokens after the longest match in the text, or in `corpus` (see above; may be empty)
-// if it has a longer one; their path probabilities; and their expected gain, which is the sum of
-// these less `keep` for each token. Tokens with path probabilities below `keep` are left out. The
-// probabilities come from a table [2, 8, 8] of tokens tried and accepted, by match size and depth.
-// It is first updated by the last proposal `kept` [4 + R]: position of its root, root, match size,
-// number of tokens, tokens.
-std::tuple<Tensor, Tensor, double> look_up(const Tensor& text_, const Tensor& last_,
-                                           const Tensor& table_, const Tensor& kept_,
-                                           at::TensorList corpus_, int64_t longest, int64_t reach,
-                                           double keep) {
+// Table of how often looked-up tokens were right, with the last proposal; documents to look in.
+struct Lookup {
+  Tensor table;  // [2, 8, 8] of tokens tried and accepted, by match size and depth
+  Tensor kept;   // [4 + R]: position of its root, root, match size, number of tokens, tokens
+  std::optional<CorpusIndex> corpus;
+  int64_t longest;  // tokens of a match
+
+  Lookup(const Tensor& table_, const Tensor& kept_, at::TensorList corpus_, int64_t longest_)
+      : table(table_), kept(kept_), longest(longest_) {
+    if (!corpus_.empty()) corpus = named<CorpusIndex>(corpus_);
+  }
+};
+
+// Looked-up tokens, their path probabilities, and their expected gain.
+struct Copied {
+  std::vector<int64_t> tokens;
+  std::vector<float> paths;
+  double gain = 0.0;
+};
+
+// Returns the tokens after the longest match in the text, or in the documents if these have a
+// longer one; their path probabilities; and their expected gain, which is the sum of these less
+// `keep` for each token. Tokens with path probabilities below `keep` are left out. The
+// probabilities come from the table, which the last proposal updates first.
+Copied look_up(const Tensor& text_, const Tensor& last_, const Lookup& lookup, int64_t reach,
+               double keep) {
   const int64_t last = last_.item<int64_t>(), *text = text_.const_data_ptr<int64_t>();
+  const Tensor &table = lookup.table, &proposal = lookup.kept;
   TORCH_CHECK(last >= 0 && last < text_.numel() && text_.is_contiguous(), "last token at ", last);
-  TORCH_CHECK(table_.numel() == 2 * CLASSES * CLASSES && kept_.numel() >= 4 + reach &&
-                  table_.is_contiguous() && kept_.is_contiguous() && reach >= 0,
+  TORCH_CHECK(table.numel() == 2 * CLASSES * CLASSES && proposal.numel() >= 4 + reach &&
+                  table.is_contiguous() && proposal.is_contiguous() && reach >= 0,
               "a table");
-  float *tried = table_.mutable_data_ptr<float>(), *right = tried + CLASSES * CLASSES;
-  int64_t* kept = kept_.mutable_data_ptr<int64_t>();
+  float *tried = table.mutable_data_ptr<float>(), *right = tried + CLASSES * CLASSES;
+  int64_t* kept = proposal.mutable_data_ptr<int64_t>();
   const auto cell = [](int64_t size, int64_t depth) {
     return std::min<int64_t>(size, CLASSES) * CLASSES - CLASSES +
            std::min<int64_t>(depth, CLASSES) - 1;
@@ -101,14 +117,16 @@ std::tuple<Tensor, Tensor, double> look_up(const Tensor& text_, const Tensor& la
       right[c] *= share;
     }
   }
-  const CorpusIndex corpus = corpus_.empty() ? CorpusIndex{} : named<CorpusIndex>(corpus_);
-  const Match here = find_in_text(text, last, longest);
-  const Match there = corpus_.empty() ? Match{} : find_in_corpus(corpus, text, last, longest);
+  const Match here = find_in_text(text, last, lookup.longest);
+  const Match there =
+      lookup.corpus ? find_in_corpus(*lookup.corpus, text, last, lookup.longest) : Match{};
   const int64_t size = std::max(here.size, there.size);
-  std::vector<int64_t> found;
+  Copied copied;
+  std::vector<int64_t>& found = copied.tokens;
   if (there.size > here.size) {
-    const int64_t* tokens = corpus.tokens.const_data_ptr<int64_t>();
-    const int64_t end = std::min(there.end + 1 + reach, corpus.tokens.numel());
+    const Tensor& documents = lookup.corpus->tokens;
+    const int64_t* tokens = documents.const_data_ptr<int64_t>();
+    const int64_t end = std::min(there.end + 1 + reach, documents.numel());
     for (int64_t i = there.end + 1; i < end && tokens[i] >= 0; i++) found.push_back(tokens[i]);
   } else if (size) {  // a repetition is expected to continue
     for (int64_t i = 0; i < reach; i++) found.push_back(text[here.end + 1 + i % (last - here.end)]);
@@ -119,20 +137,15 @@ std::tuple<Tensor, Tensor, double> look_up(const Tensor& text_, const Tensor& la
   kept[2] = size;
   kept[3] = n;
   std::copy(found.begin(), found.end(), kept + 4);
-  std::vector<float> paths;
-  double gain = 0.0;
-  for (float path = 1.0f; (int64_t)paths.size() < n;) {
-    const int64_t c = cell(size, paths.size() + 1);
+  for (float path = 1.0f; (int64_t)copied.paths.size() < n;) {
+    const int64_t c = cell(size, copied.paths.size() + 1);
     path *= std::min(1.0f, std::max(1e-3f, right[c] / tried[c]));
     if (path < float(keep)) break;
-    paths.push_back(path);
-    gain += path - keep;
+    copied.paths.push_back(path);
+    copied.gain += path - keep;
   }
-  Tensor tokens = at::empty({(int64_t)paths.size()}, text_.options());
-  Tensor likely = at::empty({(int64_t)paths.size()}, table_.options());
-  std::copy_n(found.begin(), paths.size(), tokens.mutable_data_ptr<int64_t>());
-  std::copy(paths.begin(), paths.end(), likely.mutable_data_ptr<float>());
-  return {tokens, likely, gain};
+  found.resize(copied.paths.size());
+  return copied;
 }
 
 }  // namespace

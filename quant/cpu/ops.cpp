@@ -20,7 +20,9 @@
 
 #include "block.h"
 #include "cycle.h"
+#include "cycles.h"
 #include "head.h"
+#include "linear.h"
 #include "lookup.h"
 #include "sampling.h"
 #include "target.h"
@@ -112,38 +114,58 @@ Tensor blocks(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tenso
   return y;
 }
 
-// Returns x [T, K] @ w.T in fp32 [T, N], plus the bias [N] (fp32) if there is one; or, without a
-// bias, the outputs `first` .. `first + n - 1`. `n` is N for tracing, which cannot read the weight.
-Tensor linear(const Tensor& x_, const Tensor& packed, const std::optional<Tensor>& bias, int64_t n,
-              int64_t first) {
-  const Weight all(packed, bias.has_value() ? &*bias : nullptr);
-  const bool is_part = n != all.h.N;
-  TORCH_CHECK(!is_part || (all.bias == nullptr && n > 0 && n % COLUMNS == 0 && first >= 0 &&
-                           first % COLUMNS == 0 && first <= all.h.N - n),
-              "n is ", all.h.N, ", or whole blocks of outputs");
-  const Weight w = is_part ? outputs(all, first, n) : all;
-  const Tensor x = x_.contiguous();
-  check_rows(x, w.h.K);
-  const int64_t T = x.size(0), K = w.h.K, N = w.h.N;
-  Tensor y = at::empty({T, N}, x.options().dtype(at::kFloat));
-  thread_local Scratch scratch;
-  const int threads = at::get_num_threads();
-  const int64_t own_size = (std::max<int64_t>(K, Choice::bytes(T, K) / 4 + 1) + 63) / 64 * 64;
-  scratch.reserve(Activations::bytes(T, K) + 4 * size_t(threads) * own_size);
-  const Activations a = Activations::at(scratch.take<uint8_t>(Activations::bytes(T, K)), T, K);
-  float* rows = scratch.take<float>(threads * own_size);
-  in_parallel([&](const Worker& me) {
-    float* own = rows + me.id * own_size;
-    const auto [begin, end] = me.share(T);
-    Activations mine = a;
-    for (int64_t t = begin; t < end; t++) {
-      row_in_fp32(x, t, K, own);
-      mine.quantize_row(t, own, K);
-    }
-    me.team.barrier();
-    products(me, w, a, (uint8_t*)own, T, y.mutable_data_ptr<float>(), N, false);
-  });
-  return y;
+// See `finish_cycle` in cycle.h; lists hold the fields of its structs.
+void finish_by_lists(const Tensor& logits, const Tensor& read, const OptionalTensors& tree,
+                     at::TensorList state_, const OptionalTensors& sampling, int64_t depth,
+                     bool in_place, bool extends, bool keeps) {
+  State state = named<State>(state_);
+  finish_cycle(logits, read, named<Tree>(tree), state, named<Sampling>(sampling),
+               {depth, in_place, extends, keeps});
+}
+
+// See `look_up` in lookup.h. Returns tokens, path probabilities and gain.
+std::tuple<Tensor, Tensor, double> look_up_chain(const Tensor& text, const Tensor& last,
+                                                 const Tensor& table, const Tensor& kept,
+                                                 at::TensorList corpus, int64_t longest,
+                                                 int64_t reach, double keep) {
+  const Copied copied = look_up(text, last, {table, kept, corpus, longest}, reach, keep);
+  const int64_t n = copied.tokens.size();
+  Tensor tokens = at::empty({n}, text.options()), paths = at::empty({n}, table.options());
+  std::copy_n(copied.tokens.begin(), n, tokens.mutable_data_ptr<int64_t>());
+  std::copy_n(copied.paths.begin(), n, paths.mutable_data_ptr<float>());
+  return {tokens, paths, copied.gain};
+}
+
+// See `run_cycles` in cycles.h. `drafting` holds a lookup's table and last proposal, the target ids
+// of a draft head's tokens, its keys and values, and where it ranks tokens with noise a temperature
+// and a seed; `corpus` a lookup's documents. Each is empty or None where there is none.
+std::vector<Cycle> cycles(const c10::intrusive_ptr<Target>& target,
+                          const std::optional<c10::intrusive_ptr<Head>>& head,
+                          std::vector<Tensor> state_, const OptionalTensors& sampling,
+                          const OptionalTensors& drafting_, std::vector<Tensor> corpus,
+                          int64_t longest, int64_t depth, int64_t head_depth, int64_t width,
+                          double keep, std::optional<double> needed, std::vector<double> verify,
+                          std::vector<double> expand, std::vector<int64_t> aux_layers,
+                          const Tensor& features_like, std::vector<int64_t> ends, int64_t n) {
+  const DraftTensors given = named<DraftTensors>(drafting_);
+  Drafting drafting;
+  drafting.head = head ? head->get() : nullptr;
+  if (given.table.defined()) drafting.lookup.emplace(given.table, given.kept, corpus, longest);
+  drafting.target_ids = given.target_ids;
+  drafting.keys = given.keys;
+  drafting.values = given.values;
+  if (given.temperature.defined()) drafting.temperature = given.temperature;
+  if (given.seed.defined()) drafting.seed = given.seed;
+  drafting.depth = depth;
+  drafting.head_depth = head_depth;
+  drafting.width = width;
+  drafting.keep = keep;
+  drafting.needed = needed;
+  drafting.verify = std::move(verify);
+  drafting.expand = std::move(expand);
+  State state = named<State>(at::TensorList(state_));
+  return run_cycles(*target, drafting, state, named<Sampling>(sampling), aux_layers, features_like,
+                    ends, n);
 }
 
 // RMSNorm of fp32 rows [T, D] with weight [D] (fp32), independent for each row.
@@ -215,6 +237,7 @@ c10::Dict<std::string, std::string> fields() {
   add("Tree", Tree::FIELDS);
   add("Sampling", Sampling::FIELDS);
   add("CorpusIndex", CorpusIndex::FIELDS);
+  add("DraftTensors", DraftTensors::FIELDS);
   return all;
 }
 
@@ -229,10 +252,12 @@ TORCH_LIBRARY(FASTEAGLE_NAMESPACE, m) {
       "finish_cycle(Tensor logits, Tensor read, Tensor?[] tree, Tensor(a!)[] state, "
       "Tensor?[] sampling, int depth, bool in_place, bool extends, bool keeps) -> ()");
   m.class_<Head>("Head")
-      .def(torch::init<std::vector<Tensor>, OptionalTensors, int64_t, double, bool, bool, int64_t>())
+      .def(
+          torch::init<std::vector<Tensor>, OptionalTensors, int64_t, double, bool, bool, int64_t>())
       .def("draft", &Head::draft);
   m.class_<Target>("Target")
       .def(torch::init<std::vector<Tensor>, std::vector<Tensor>, int64_t, int64_t, double>())
+      .def("cycles", &cycles)
       .def("run", &Target::run)
       .def("run_together", &Target::run_together);
   m.def("linear(Tensor x, Tensor packed, Tensor? bias, int n, int first=0) -> Tensor");
@@ -249,9 +274,9 @@ TORCH_LIBRARY(FASTEAGLE_NAMESPACE, m) {
 
 TORCH_LIBRARY_IMPL(FASTEAGLE_NAMESPACE, CPU, m) {
   m.impl("blocks", &blocks);
-  m.impl("finish_cycle", &finish_cycle);
+  m.impl("finish_cycle", &finish_by_lists);
   m.impl("linear", &linear);
-  m.impl("look_up", &look_up);
+  m.impl("look_up", &look_up_chain);
   m.impl("maximum", &maximum);
   m.impl("norm", &norm);
   m.impl("rows", &rows);

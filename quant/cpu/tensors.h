@@ -24,9 +24,9 @@ namespace {
 using at::Tensor;
 using OptionalTensors = c10::List<std::optional<Tensor>>;
 
-// Weights of one block; what it does not have is empty. With a router, `gate_up` and `down` hold all
-// experts; `routing` is how many a row takes, whether their weights are renormalized, and a factor;
-// `choice_bias` decides with the router's probabilities which experts a row takes.
+// Weights of one block; what it does not have is empty. With a router, `gate_up` and `down` hold
+// all experts; `routing` is how many a row takes, whether their weights are renormalized, and a
+// factor; `choice_bias` decides with the router's probabilities which experts a row takes.
 struct BlockTensors {
   static constexpr std::string_view FIELDS =
       "attention_norm qkv qkv_bias q_norm k_norm out mlp_norm gate_up down "
@@ -42,11 +42,12 @@ struct TargetTensors {
 };
 
 // Weights and tables of a draft head around its block. EAGLE-1 has `fc`, EAGLE-3 the three norms, a
-// layer for multi-token prediction both.
+// layer for multi-token prediction both. `reader` makes EAGLE-3's features of the target's states.
 struct HeadTensors {
   static constexpr std::string_view FIELDS =
-      "embedding cos sin lm_head fc fc_bias embedding_norm feature_norm norm";
+      "embedding cos sin lm_head fc fc_bias embedding_norm feature_norm norm reader reader_bias";
   Tensor embedding, cos, sin, lm_head, fc, fc_bias, embedding_norm, feature_norm, norm;
+  Tensor reader, reader_bias;
 };
 
 // State that one cycle leaves for the next: `DecodeState` in state.py.
@@ -65,6 +66,12 @@ struct Tree {
 struct Sampling {
   static constexpr std::string_view FIELDS = "temperature seed top_k top_p min_p penalty seen";
   Tensor temperature, seed, top_k, top_p, min_p, penalty, seen;
+};
+
+// What drafts the chains of some cycles: see `cycles` in ops.cpp.
+struct DraftTensors {
+  static constexpr std::string_view FIELDS = "table kept target_ids keys values temperature seed";
+  Tensor table, kept, target_ids, keys, values, temperature, seed;
 };
 
 // Documents for lookup, with their index: `Corpus` in drafting/lookup.py.

@@ -289,7 +289,7 @@ def test_texts_with_different_rules_are_drafted_by_their_own():
 
 
 def test_a_text_too_many_or_half_a_list_is_refused():
-    head = NativeDraft().of(make("eagle1")[1].head)._head
+    head = NativeDraft().of(make("eagle1")[1].head).weights
     with pytest.raises(RuntimeError, match="of each text"):
         head.draft([], [], [], [], torch.arange(30), [], [], [], [], 1, [0.0], [0.0])
     with pytest.raises(RuntimeError, match="of each text"):

@@ -13,6 +13,7 @@ from fasteagle.loading.source import quantize_
 from fasteagle.quant.cpu_tensors import (
     BlockTensors,
     CorpusIndex,
+    DraftTensors,
     HeadTensors,
     Sampling,
     State,
@@ -168,6 +169,7 @@ def test_what_does_not_fit_the_pass_is_refused(target):
 
 def test_lists_of_tensors_have_one_order_in_python_and_in_cpp():
     types = (BlockTensors, TargetTensors, HeadTensors, State, Tree, Sampling, CorpusIndex)
+    types += (DraftTensors,)
     expected = {named.__name__: " ".join(named._fields) for named in types}
     assert torch.ops.fasteagle_cpu.fields() == expected
 
