@@ -69,10 +69,15 @@ struct Noise {
     for (int64_t j = i; j < n; j++) out[j] = rest[j - i];
   }
 
-  VF noisy(VF value, VU tokens) const {
+  // Returns the values v in (0, 1) of tokens, whose noise is -log(-log(1 - v)): at most -log(v).
+  VF uniform(VU tokens) const {
     const VU hashed = mix(mix(tokens + first) ^ second);
-    VF v = (__builtin_convertvector(hashed, VF) + 0.5f) * 2.3283064e-10f;
-    v = v > 0.99999994f ? splat(0.99999994f) : v;
+    const VF v = (__builtin_convertvector(hashed, VF) + 0.5f) * 2.3283064e-10f;
+    return v > 0.99999994f ? splat(0.99999994f) : v;
+  }
+
+  VF noisy(VF value, VU tokens) const {
+    const VF v = uniform(tokens);
     VF near = fma(v, splat(0.25f), splat(1.0f / 3.0f));
     near = v * fma(fma(near, v, splat(0.5f)), v, splat(1.0f));
     const VF gap = v < 0.015625f ? near : -log_of(1.0f - v);
@@ -149,20 +154,46 @@ std::tuple<Tensor, Tensor> maximum(const Tensor& x_) {
   return {values, places};
 }
 
+constexpr int64_t PART = 512;  // columns of a row at a time
+
+// Returns the largest of logits x [n], n <= PART, of tokens from `token` on, over the temperature,
+// with noise, and its index. Where none exceeds `least`, the result may be any that does not. Most
+// tokens have too little noise for it, which is seen before the noise itself is computed.
+std::pair<float, int64_t> drawn_of_part(const float* x, int64_t token, int64_t n,
+                                        const Noise& noise, float least) {
+  constexpr int64_t STEP = 4 * W;
+  alignas(64) float scores[PART];
+  const float top = largest_of(x, 0, n).first / noise.temperature;
+  const float bound = std::exp(top - least) * 1.01f;  // a greater v cannot exceed `least`
+  if (n % STEP || !(bound < 0.1f)) {                  // or is not finite
+    noise.add_to(x, token, n, scores);
+    return largest_of(scores, 0, n);
+  }
+  std::pair<float, int64_t> best{-std::numeric_limits<float>::infinity(), 0};
+  VU tokens;
+  for (int j = 0; j < W; j++) tokens[j] = uint32_t(token + j);
+  for (int64_t i = 0; i < n; i += STEP) {
+    VI may_win = {};
+    for (int j = 0; j < 4; j++, tokens += uint32_t(W)) may_win |= noise.uniform(tokens) <= bound;
+    if (!sum(may_win)) continue;
+    noise.add_to(x + i, token + i, STEP, scores);
+    const auto [value, place] = largest_of(scores, 0, STEP);
+    if (replaces(value, best.first)) best = {value, i + place};
+  }
+  return best;
+}
+
 // Returns the largest of one row of logits [V] over the temperature, with noise, and its index.
 std::pair<float, int64_t> drawn_of(const float* x, int64_t V, const Noise& noise) {
-  constexpr int64_t PART = 512;  // columns at a time
   std::vector<std::pair<float, int64_t>> found(at::get_num_threads());
   int used = 1;
   in_parallel([&](const Worker& me) {
     if (me.id == 0) used = me.size;
-    alignas(64) float scores[PART];
     const auto [begin, end] = me.share(V);
     auto& best = found[me.id] = {-std::numeric_limits<float>::infinity(), begin};
     for (int64_t i = begin; i < end; i += PART) {
       const int64_t n = std::min(PART, end - i);
-      noise.add_to(x + i, i, n, scores);
-      const auto [value, place] = largest_of(scores, 0, n);
+      const auto [value, place] = drawn_of_part(x + i, i, n, noise, best.first);
       if (replaces(value, best.first)) best = {value, i + place};
     }
   });
@@ -235,7 +266,6 @@ void keep_likely(const float* x, const float* weights, int64_t V, float temperat
 // Samples like `drawn_of` from the tokens that the filters leave, equally for any thread count.
 std::pair<float, int64_t> drawn_among(const float* x, int64_t V, const Noise& noise,
                                       const Filters& filters) {
-  constexpr int64_t PART = 512;  // columns of one sum
   const int64_t parts = (V + PART - 1) / PART;
   thread_local std::vector<float> weights_of_row;
   thread_local std::vector<Likely> kept;

@@ -1,0 +1,276 @@
+"""Several cycles by one call of our CPU kernels: what the same cycles do one by one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fasteagle.batch import Batch
+from fasteagle.compile import cpu_cycles
+from fasteagle.compile.cpu_backend import CpuBackend
+from fasteagle.compile.cpu_cycles import MOST_CYCLES, CpuRunner
+from fasteagle.drafting.base import Drafter
+from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.drafting.fused import FusedDrafter
+from fasteagle.drafting.lookup import Corpus, Lookup
+from fasteagle.drafting.ngram import NgramDrafter
+from fasteagle.drafting.static_tree import StaticTreeDrafter
+from fasteagle.drafting.thresholds import Thresholds
+from fasteagle.errors import EngineError
+from fasteagle.generate import Engine
+from fasteagle.loading.source import quantize_head_
+from fasteagle.model import KVCache, Transformer
+from fasteagle.options import SamplingParams
+from fasteagle.quant.scheme import Scheme
+from fasteagle.shapes import GatedChain, TreeShape
+from helpers import Even, eagle3_of, random_head, tiny_config
+from native_models import SHAPE, native_target
+
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
+
+REACH = 7
+PARAMS = [
+    SamplingParams(),
+    SamplingParams(0.8, seed=3),
+    SamplingParams(0.9, top_k=9, top_p=0.9, min_p=0.02, seed=5),
+    SamplingParams(0.7, repetition_penalty=1.2, seed=6),
+    SamplingParams(repetition_penalty=1.3),
+]
+
+
+@pytest.fixture(scope="module")
+def target():
+    """A target that no test writes into."""
+    return native_target(tiny_config(**SHAPE, vocab_size=60))
+
+
+@pytest.fixture(autouse=True)
+def any_time(monkeypatch):
+    """Calls have as many cycles as they may, on a loud machine too."""
+    monkeypatch.setattr(cpu_cycles, "CALL_MS", 1e9)
+
+
+def head_of(target: Transformer, algorithm: str = "eagle3", **changes):
+    eagle3 = eagle3_of(algorithm, target.config, **changes)
+    ids = torch.arange(0, 60, 2)
+    head = random_head(target, draft_ids=ids, eagle3=eagle3, rope_base=10000.0)
+    for linear in (head.fc, head.block.attention.out, head.block.mlp.down):
+        linear.weight.data.mul_(0.1)  # not so sure of everything
+    quantize_head_(head, Scheme(8, head_bits=8), native=True)
+    return head
+
+
+def drafter_of(target: Transformer, name: str) -> Drafter | None:
+    lookup = Lookup(corpus=Corpus([list(range(20, 50))], "cpu"))
+    made: Drafter
+    match name.split():
+        case ["plain"]:
+            return None
+        case ["ngram", *_]:
+            made = NgramDrafter(lookup=lookup)
+            made.shape = GatedChain(REACH)
+        case ["fused", algorithm]:
+            made = FusedDrafter(head_of(target, algorithm), GatedChain(REACH), 512, lookup=lookup)
+        case [algorithm]:
+            made = EagleDrafter(head_of(target, algorithm), GatedChain(REACH), 512)
+    made.fixed_thresholds = Thresholds((0.02,) * 8, (0.03,) * 8)
+    return made
+
+
+def engine_of(target: Transformer, drafter: Drafter | None = None) -> Engine:
+    return Engine(target, 400, drafter=drafter, backend=CpuBackend(target))
+
+
+def one_by_one(monkeypatch) -> None:
+    monkeypatch.setattr(CpuRunner, "_cycles", lambda self, spec, drafter: None)
+
+
+def chunks_of(engine: Engine, params=PARAMS[0], n=90, eos=frozenset(), prompt=(1, 2, 3), **more):
+    return list(engine.generate([*prompt], params, n, eos, **more))
+
+
+def flat(chunks: list[list[int]]) -> list[int]:
+    return [token for chunk in chunks for token in chunk]
+
+
+DRAFTERS = ["plain", "ngram", "eagle1", "eagle3", "fused eagle1", "fused eagle3"]
+CASES = [(name, PARAMS[(i + j) % 5]) for i, name in enumerate(DRAFTERS) for j in range(3)]
+
+
+@pytest.mark.parametrize(("name", "params"), CASES, ids=str)
+def test_they_do_what_single_cycles_do(target, name, params, monkeypatch):
+    """Text, drafts, caches and all that is kept for the next cycle, bit for bit."""
+    engines, records = [], []
+    for alone in (False, True):
+        if alone:
+            one_by_one(monkeypatch)
+        engine = engine_of(target, drafter_of(target, name))
+        texts = [chunks_of(engine, params, prompt=p) for p in ((1, 2, 3), (4, 5, 6, 7, 4, 5))]
+        stats = engine.stats
+        assert (len(texts[0]) < 30) != alone or name != "plain"
+        assert stats.new_tokens == 90 and len(stats.cycle_seconds) == len(texts[1]) - 1
+        assert min(stats.cycle_seconds) > 0 and 0 < stats.verify_seconds < stats.decode_seconds
+        engines.append(engine)
+        counts = stats.passes, stats.drafted, stats.path_lengths, stats.finish
+        records.append((*map(flat, texts), counts, engine.cached, engine.shown))
+    assert records[0] == records[1]
+    one, two = engines
+    n = len(one.cached)
+    assert torch.equal(one.cache.rows[:, :, :n], two.cache.rows[:, :, :n])
+    if one.drafter is not None:
+        assert one.stats.drafted > 10
+        for mine, its in zip(one.drafter.caches, two.drafter.caches, strict=True):
+            assert torch.equal(mine.rows[:, :, : one.shown], its.rows[:, :, : one.shown])
+        for mine, its in zip(one.drafter.advanced, two.drafter.advanced, strict=True):
+            assert torch.equal(mine, its)
+
+
+@pytest.mark.parametrize("name", ["plain", "ngram", "fused eagle3"])
+def test_no_cycle_is_run_after_the_end(target, name):
+    """An end of text inside a call, and a limit that it would pass."""
+    engine = engine_of(target, drafter_of(target, name))
+    text = flat(chunks_of(engine))
+    for n in (1, 2, 5, 33):
+        engine.restart()
+        assert flat(chunks_of(engine, n=n)) == text[:n]
+        assert int(engine.state.seq_len) - len(engine.cached) <= REACH
+        assert name != "plain" or int(engine.state.seq_len) == len(engine.cached)
+    last = next(i for i in range(20, 90) if text[i] not in text[:i])
+    engine.restart()
+    assert flat(chunks_of(engine, eos=frozenset((text[last],)))) == text[: last + 1]
+    assert engine.stats.finish == "eos"
+    assert int(engine.state.seq_len) - len(engine.cached) <= REACH
+
+
+@pytest.mark.parametrize("name", ["plain", "eagle3", "fused eagle3"])
+def test_what_follows_a_stop_is_dropped(target, name):
+    """A stop that only the host knows; the next answer goes on from the text that was kept."""
+    engine = engine_of(target, drafter_of(target, name))
+    text = flat(chunks_of(engine))
+    engine.restart()
+    count = iter(range(100))
+    stopped = flat(chunks_of(engine, is_last=lambda token: next(count) == 17))
+    assert stopped == text[:18] and engine.stats.finish == "stop" and engine.runner.ready == 0
+    prompt = [1, 2, 3, *stopped, 9, 8]
+    expected = flat(chunks_of(engine_of(target), prompt=prompt))
+    assert flat(chunks_of(engine, prompt=prompt)) == expected
+    half = engine.generate([1, 2, 3], PARAMS[0], 90)
+    begun = [next(half) for _ in range(4)]
+    half.close()
+    assert flat(begun) == text[: len(flat(begun))]
+    assert flat(chunks_of(engine)) == text
+
+
+def test_cycles_of_a_call_are_as_many_as_have_time(target, monkeypatch):
+    engine = engine_of(target)
+    sizes = [len(chunk) for chunk in chunks_of(engine)]
+    assert sizes[:2] == [1, 1] and {*sizes[2:-1]} == {MOST_CYCLES}, "the first call is timed"
+    monkeypatch.setattr(cpu_cycles, "CALL_MS", 0.0)
+    chunks_of(engine)
+    assert {len(chunk) for chunk in chunks_of(engine)} == {1}
+
+
+def test_the_time_of_a_cycle_is_its_own(target):
+    outcomes = []
+    drafter = drafter_of(target, "fused eagle3")
+    drafter.learn = lambda shape, outcome: outcomes.append(outcome)
+    engine = engine_of(target, drafter)
+    chunks_of(engine)
+    assert len(outcomes) == engine.stats.passes
+    assert all(o.draft_ms >= 0 and 0 < o.verify_ms < o.ms for o in outcomes)
+    assert sum(o.ms for o in outcomes) < 1.01e3 * engine.stats.decode_seconds
+    assert {o.extended for o in outcomes} == {True, False}
+    assert all(bool(o.promised) <= o.extended for o in outcomes)
+    assert sum(o.by_lookup for o in outcomes) > 0
+
+
+def test_logits_that_are_not_finite_end_a_call():
+    small = native_target(tiny_config(**SHAPE, vocab_size=60))
+    engine = engine_of(small)
+    text = flat(chunks_of(engine))
+    engine.restart()
+    odd = next(i for i in range(20, 90) if text[i] not in (1, 2, 3, *text[:i]))
+    small.embedding.weight.data[text[odd]] = float("nan")
+    with pytest.raises(EngineError, match=f"not finite in float32 at position {3 + odd + 1}"):
+        chunks_of(engine)
+
+
+def test_pairs_wait_while_the_head_pauses(target, monkeypatch):
+    """More of them than are kept; then it drafts what it would have drafted one by one."""
+    made = []
+    for alone in (False, True):
+        if alone:
+            one_by_one(monkeypatch)
+        drafter = drafter_of(target, "fused eagle3")
+        monkeypatch.setattr(FusedDrafter, "head_gain", None)
+        engine = engine_of(target, drafter)
+        text = flat(chunks_of(engine, n=340))
+        monkeypatch.setattr(FusedDrafter, "head_gain", 0.0)
+        more = flat(chunks_of(engine, n=30, prompt=[1, 2, 3, *text]))
+        made.append((text, more, engine.stats.path_lengths, engine.shown))
+    assert made[0] == made[1]
+
+
+def test_caches_do_not_move_back_and_forth(target, monkeypatch):
+    """How many rows the next cycles may need varies from call to call."""
+    sizes, resize = [], KVCache.resize
+
+    def counted(cache, n_slots):
+        before = cache.n_slots
+        resize(cache, n_slots)
+        if cache.n_slots != before:
+            sizes.append(cache.n_slots - before)
+
+    monkeypatch.setattr(KVCache, "resize", counted)
+    engine = engine_of(target, drafter_of(target, "fused eagle3"))
+    chunks_of(engine, n=380)
+    assert sizes and min(sizes) > 0 and len(sizes) <= 5
+
+
+@pytest.mark.parametrize("name", ["plain", "fused eagle3"])
+def test_an_answer_alone_and_in_company(target, name):
+    """In a batch an answer alone has calls of several cycles; another one may join it."""
+    drafter = drafter_of(target, name)
+    engine = engine_of(target, drafter)
+    prompts = [[1, 2, 3], [4, 5, 6]]
+    expected = [flat(chunks_of(engine_of(target), prompt=prompt)) for prompt in prompts]
+    batch, texts, sizes = Batch(engine, 2), [[], []], []
+
+    def begin(key):
+        def start(own):
+            return own.generate(prompts[key], PARAMS[0], 90)
+
+        batch.begin(key, prompts[key], 100, start)
+
+    begin(0)
+    while batch.running:
+        if len(texts[0]) > 20 and not texts[1] and len(batch.running) == 1:
+            begin(1)
+        for key, chunk in batch.step():
+            texts[key] += chunk or []
+            sizes.append((len(batch.running), len(chunk or [])))
+    assert texts == expected
+    if name == "plain":
+        assert (
+            max(n for _, n in sizes[:5]) > 1 and max(n for running, n in sizes if running == 2) <= 8
+        )
+
+
+def test_what_the_kernels_do_not_run_is_run_cycle_by_cycle(target):
+    normed = head_of(target, "eagle3", aux_norm="all")
+    assert normed.aux_norms
+    chain = EagleDrafter(normed, GatedChain(REACH), 512)
+    tree = EagleDrafter(head_of(target, "eagle1"), TreeShape(2, 2, 4), 512)
+    rounds = StaticTreeDrafter(head_of(target, "eagle1"), 512, ((0,), (1,)), sampled=True)
+    expected = flat(chunks_of(engine_of(target)))
+    for drafter in (chain, tree, rounds):
+        engine = engine_of(target, drafter)
+        chunks = chunks_of(engine)
+        assert flat(chunks) == expected and len(chunks) == engine.stats.passes + 1
+        # Without a draft its plain cycles may be run together.
+        assert flat(chunks_of(engine, speculate=False)) == expected
+    engine = engine_of(target)
+    engine.plain_rows = 2
+    assert flat(chunks_of(engine)) == expected and engine.runner.most_launched == 1
+    chunks = chunks_of(engine_of(target), processor=Even())
+    assert {len(chunk) for chunk in chunks} == {1} and not any(t % 2 for t in flat(chunks))
