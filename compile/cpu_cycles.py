@@ -177,17 +177,17 @@ class CpuRunner(Runner):
         return self._runs
 
     def _run_queued(self) -> None:
-        """Run all queued cycles, up to the end of the answer."""
-        queued, self._queued = self._queued, []
-        while queued:
-            spec, drafter, _ = queued[0]
-            n = next((i for i, other in enumerate(queued) if other[:2] != (spec, drafter)), 0)
+        """Run the queued cycles, all of them unless the answer ends before."""
+        while queued := self._queued:
+            variant = spec, drafter = queued[0][:2]
+            others = (i for i, launch in enumerate(queued) if launch[:2] != variant)
+            n = next(others, len(queued))
             cycles = self._cycles(spec, drafter)
             assert cycles is not None, "see launch"
-            done = cycles.run(self.state, drafter, spec, self.ends, n or len(queued))
+            done = cycles.run(self.state, drafter, spec, self.ends, n)
             self._done += done
+            del queued[: len(done)]
             mean = sum(one.ms or 0.0 for one in done) / len(done)
             self.most_launched = max(1, min(MOST_CYCLES, int(CALL_MS / max(mean, 0.01))))
-            if len(done) < (n or len(queued)):
+            if len(done) < n:
                 return
-            del queued[: len(done)]

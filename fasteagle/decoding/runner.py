@@ -33,7 +33,7 @@ Draft = Callable[[DecodeState, Drafter | None, CycleSpec], Proposal]
 
 
 class Runner:
-    """Runner that launches one cycle at a time; `read` waits for it.
+    """Runner that launches a cycle, and runs it at once; `read` returns the oldest result.
 
     `compiled` are pieces to use for a drafter and its siblings, and a spec, instead of the `usual`
     ones; runners of siblings share them. Where the runner `defers`, a launched cycle is `waiting`

@@ -274,3 +274,15 @@ def test_what_the_kernels_do_not_run_is_run_cycle_by_cycle(target):
     assert flat(chunks_of(engine)) == expected and engine.runner.most_launched == 1
     chunks = chunks_of(engine_of(target), processor=Even())
     assert {len(chunk) for chunk in chunks} == {1} and not any(t % 2 for t in flat(chunks))
+
+
+def test_an_end_that_is_none_only_ends_the_call(target):
+    """The host decides where an answer ends: cycles after a token of `ends` run with the next."""
+    text = flat(chunks_of(engine_of(target)))
+    engine = engine_of(target)
+    chunks_of(engine, n=20)  # calls are of several cycles from now on
+    engine.restart()
+    chunks = engine.generate([1, 2, 3], PARAMS[0], 90)
+    first = next(chunks)
+    engine.runner.ends = text[3:4]
+    assert flat([first, *chunks]) == text
