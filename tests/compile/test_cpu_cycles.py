@@ -151,6 +151,11 @@ def test_what_follows_a_stop_is_dropped(target, name):
     count = iter(range(100))
     stopped = flat(chunks_of(engine, is_last=lambda token: next(count) == 17))
     assert stopped == text[:18] and engine.stats.finish == "stop" and engine.runner.ready == 0
+    if engine.drafter is not None:  # it has seen pairs of the text alone
+        n, whole = engine.shown, engine_of(target, drafter_of(target, name))
+        whole.prefill([1, 2, 3, *stopped])
+        rows, expected = (own.drafter.caches[0].rows[:, :, 1:n] for own in (engine, whole))
+        assert n > 10 and torch.allclose(rows, expected, atol=0.05)
     prompt = [1, 2, 3, *stopped, 9, 8]
     expected = flat(chunks_of(engine_of(target), prompt=prompt))
     assert flat(chunks_of(engine, prompt=prompt)) == expected
