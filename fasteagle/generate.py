@@ -107,9 +107,8 @@ class Engine(Context):
         is_last: Callable[[int], bool] = lambda token: False,
         stats: Stats | None = None,
     ) -> Generator[list[int]]:
-        """Yield newly committed tokens, up to and including an end-of-text token.
+        """Yield newly committed tokens, cycle by cycle, up to and including an end-of-text token.
 
-        They come cycle by cycle, or together where one call of the runner has run several cycles.
         Where the runner `waits`, it yields an empty list too: before the first token after each
         pass of the prompt, and whenever a cycle waits to be run with those of other engines.
 
@@ -140,7 +139,7 @@ class Engine(Context):
         self._check(root, len(prompt))
         self.state.load([*self.cached, root], feature, params)
         self.runner.ends, self._reach = [*eos_ids], 0
-        new, chunk = [root], list[int]()
+        new = [root]
         first = time.perf_counter()
         stats.ttft = first - start
         # Closed at any end, now: a traceback may hold them until another answer is under way.
@@ -151,13 +150,12 @@ class Engine(Context):
                 stats.new_tokens += len(emitted)
                 if processor is not None:
                     processor.accept(emitted)
-                chunk += emitted
-                if stats.finish or not self.runner.ready:
-                    stats.add_chunk(time.perf_counter() - first)
-                    yield chunk
-                    if stats.finish:
-                        return
-                    chunk = []
+                stats.add_chunk(
+                    time.perf_counter() - first, 0 if stats.finish else self.runner.ready
+                )
+                yield emitted
+                if stats.finish:
+                    return
                 while not (new := unless_short(lambda: next(cycles), self._lost)):
                     yield []
                 stats.passes += 1

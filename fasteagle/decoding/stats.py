@@ -23,10 +23,15 @@ class Stats:
     parts_timed: bool = True  # false where a whole cycle is replayed, and has no parts to time
     finish: str = ""  # "eos", "stop", "length", "context", or "" while running or interrupted
 
-    def add_chunk(self, elapsed: float) -> None:
-        """Add a chunk, `elapsed` seconds after the first token; the first chunk has no cycle."""
-        if self.passes:
-            self.cycle_seconds.append(elapsed - self.decode_seconds)
+    def add_chunk(self, elapsed: float, ready: int) -> None:
+        """Add a chunk, `elapsed` seconds after the first token; the first chunk has no cycle.
+
+        Where `ready` others have come with it, all of them have equal parts of the time.
+        """
+        if ready:
+            return
+        n = self.passes - len(self.cycle_seconds)
+        self.cycle_seconds += [(elapsed - self.decode_seconds) / max(1, n)] * n
         self.decode_seconds = elapsed
 
     def add_times(self, draft: float | None, verify: float | None) -> None:
