@@ -17,7 +17,7 @@ class Stats:
     path_lengths: list[int] = dataclasses.field(default_factory=list)  # accepted tokens per pass
     ttft: float = 0.0  # start to first token, the prompts of answers before it included
     decode_seconds: float = 0.0  # first to last token
-    cycle_seconds: list[float] = dataclasses.field(default_factory=list)  # of each chunk but the first
+    cycle_seconds: list[float] = dataclasses.field(default_factory=list)  # of chunks
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     parts_timed: bool = True  # false where a whole cycle is replayed, and has no parts to time
