@@ -28,7 +28,7 @@ from fasteagle.model import KEY_BLOCK, KVCache, Transformer
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import BAD_ROW, SamplingMode, draw
 from fasteagle.shapes import AnyShape, check_rows
-from fasteagle.state import MAX_DEPTH, PENDING, CycleSpec, runs_head
+from fasteagle.state import MAX_DEPTH, PENDING, READ_AT_ONCE, CycleSpec, runs_head
 from fasteagle.tree import chain
 from fasteagle.verify import PAD
 
@@ -240,8 +240,10 @@ class Engine(Context):
         if launched and not self._fits(reach, spec):
             return None
         if drafter is not None and drafter.reads_features:
-            most = self._most_pending(launched)
-            if most > (spec.width if spec.extends else PENDING - 1 - spec.depth):
+            room = spec.width if spec.extends else PENDING - 1 - spec.depth
+            if not launched and spec.extends and drafter.head_gain is not None:
+                room = min(room, READ_AT_ONCE)  # those of a pause are no part of a cycle's price
+            if self._most_pending(launched) > room:
                 if launched:
                     return None
                 self._show_pending()

@@ -22,6 +22,7 @@ from fasteagle.verify import Accepted
 MAX_DEPTH = 63  # longest path of a tree
 PLAIN_ROWS = 2  # most rows of a pass without a tree
 PENDING = 256  # most pairs stored for a draft head that is not run for a while
+READ_AT_ONCE = 32  # most of them that it reads in a cycle, one step of our CPU kernels
 
 
 class Committed(NamedTuple):

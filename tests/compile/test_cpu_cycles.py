@@ -236,6 +236,32 @@ def test_pairs_wait_while_the_head_pauses(target, monkeypatch):
     assert made[0] == made[1]
 
 
+def test_a_cycle_after_a_pause_reads_few_pairs(target, monkeypatch):
+    """What the head has missed in a pause is no part of what its chain costs."""
+    counts, run = [], NativeCycles.run
+
+    def counted(cycles, state, drafter, spec, ends, n):
+        done = run(cycles, state, drafter, spec, ends, n)
+        counts.append((int(state.count), [one.extended for one in done]))
+        if len(counts) == 20:
+            monkeypatch.setattr(FusedDrafter, "head_gain", 0.0)
+        return done
+
+    monkeypatch.setattr(FusedDrafter, "head_gain", None)
+    monkeypatch.setattr(NativeCycles, "run", counted)
+    engine = engine_of(target, drafter_of(target, "fused eagle3"))
+    shown, show = [], Engine._show_pending
+
+    def noted(engine, keep_last=True):
+        shown.append(len(engine.cached) - engine.shown)
+        show(engine, keep_last)
+
+    monkeypatch.setattr(Engine, "_show_pending", noted)
+    chunks_of(engine, n=300)
+    assert counts[19][0] > 50 and not any(counts[19][1])
+    assert shown[0] == counts[19][0] and any(counts[20][1])
+
+
 def test_caches_do_not_move_back_and_forth(target, monkeypatch):
     """How many rows the next cycles may need varies from call to call."""
     sizes, resize = [], KVCache.resize
