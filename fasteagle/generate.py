@@ -150,9 +150,8 @@ class Engine(Context):
                 stats.new_tokens += len(emitted)
                 if processor is not None:
                     processor.accept(emitted)
-                stats.add_chunk(
-                    time.perf_counter() - first, 0 if stats.finish else self.runner.ready
-                )
+                ready = 0 if stats.finish else self.runner.ready
+                stats.add_chunk(time.perf_counter() - first, ready)
                 yield emitted
                 if stats.finish:
                     return
@@ -241,7 +240,8 @@ class Engine(Context):
             return None
         if drafter is not None and drafter.reads_features:
             room = spec.width if spec.extends else PENDING - 1 - spec.depth
-            if not launched and spec.extends and drafter.head_gain is not None:
+            resumes = drafter.may_skip_head and spec.extends and drafter.head_gain is not None
+            if resumes and not launched:
                 room = min(room, READ_AT_ONCE)  # those of a pause are no part of a cycle's price
             if self._most_pending(launched) > room:
                 if launched:
