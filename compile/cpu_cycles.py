@@ -64,7 +64,7 @@ class NativeCycles:
         """Run `n` cycles, fewer where one has a token of `ends`, or logits that are not finite."""
         begin = time.perf_counter()
         tensors, corpus, keep, needed = DraftTensors(), list[Tensor](), 0.0, None
-        head, rule = None, (0, Thresholds())
+        head, rule, is_noisy = None, (0, Thresholds()), False
         if spec.shape is not None and isinstance(drafter, LOOKING_UP):
             lookup = drafter.lookup
             tensors = tensors._replace(table=lookup.table, kept=lookup.last)
@@ -72,12 +72,9 @@ class NativeCycles:
             keep, needed = drafter.lookup_threshold, drafter.head_gain
         if spec.shape is not None and isinstance(drafter, EagleDrafter):
             text = Text(state, drafter, spec)
-            head, rule = self._draft.of(drafter.head), text.rule
+            head, rule, is_noisy = self._draft.of(drafter.head), text.rule, text.is_noisy
             keys, values = drafter.cache.layers[0]
             tensors = tensors._replace(target_ids=drafter.target_ids, keys=keys, values=values)
-            if text.is_noisy:
-                noise = state.sampling
-                tensors = tensors._replace(temperature=noise.temperature, seed=noise.seed)
         cycles = self._verify.cycles(
             ends,
             n,
@@ -90,6 +87,7 @@ class NativeCycles:
             spec.depth,
             rule[0],
             spec.width,
+            is_noisy,
             keep,
             needed,
             *rule[1],
@@ -120,7 +118,6 @@ class CpuRunner(Runner):
 
     def __init__(self, backend: Backend, state: DecodeState) -> None:
         super().__init__(backend, state)
-        self.most_launched = 1
         self._queued: list[Launch] = []
         self._done: deque[Done] = deque()
         self._last: tuple[object, ...] = ()  # variant of the cycle, and the pieces
@@ -143,7 +140,7 @@ class CpuRunner(Runner):
             self._queued.append(Launch(spec, drafter, processor))
         else:
             self._run_queued()
-            self.most_launched = 1
+            self.at_once = 1
             begin = time.perf_counter()
             self.run(Launch(spec, drafter, processor))
             done = super().read()
@@ -188,6 +185,6 @@ class CpuRunner(Runner):
             self._done += done
             del queued[: len(done)]
             mean = sum(one.ms or 0.0 for one in done) / len(done)
-            self.most_launched = max(1, min(MOST_CYCLES, int(CALL_MS / max(mean, 0.01))))
+            self.at_once = max(1, min(MOST_CYCLES, int(CALL_MS / max(mean, 0.01))))
             if len(done) < n:
                 return

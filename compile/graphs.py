@@ -54,7 +54,6 @@ class CapturedRunner(Runner):
     """
 
     ahead = 1
-    most_launched = 2
     fixed_addresses = True
 
     def __init__(self, backend: Backend, state: DecodeState, graphs: CudaGraphs) -> None:

@@ -126,8 +126,7 @@ class Engine(Context):
         self.stats = stats = stats or Stats()
         stats.prompt_tokens = len(prompt)
         kind = SamplingMode.of(params, self.model.config.vocab_size)
-        processed = processor is not None
-        unless_short(lambda: self.prepare(params, processed), self._lost)
+        unless_short(lambda: self.prepare(params, processor is not None), self._lost)
         for filled in self.prefill_parts(prompt):
             if filled is None and self.runner.waits:
                 yield []
@@ -202,7 +201,8 @@ class Engine(Context):
         try:
             while True:
                 is_free = processor is None and not self.runner.defers
-                n = min(self.runner.most_launched if is_free else 1, most - self.stats.new_tokens)
+                n = self.runner.ahead + self.runner.at_once if is_free else 1
+                n = min(n, most - self.stats.new_tokens)
                 while len(launched) < n and not self.runner.ready:
                     spec = self._next_spec(kind, launched, speculate)
                     if spec is None:
@@ -257,7 +257,7 @@ class Engine(Context):
     ) -> CycleSpec:
         """Return the variant of a cycle with a tree of `shape`, one of `shapes` (the drafter's)."""
         key = shape, kind, self.plain_rows
-        if shapes or self.runner.ahead or key not in self._specs_of:
+        if self.runner.ahead or key not in self._specs_of:
             self._specs_of[key] = self._new_spec(shape, kind, shapes)
         return self._specs_of[key]
 

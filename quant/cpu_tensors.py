@@ -110,8 +110,7 @@ class CorpusIndex(NamedTuple):
 class DraftTensors(NamedTuple):
     """What drafts the chains of some cycles: a lookup's table and last proposal, a draft head.
 
-    Of the head: the target's ids of its tokens, its keys and values; and a temperature and a seed
-    where it ranks tokens with noise.
+    Of the head: the target's ids of its tokens, its keys and values.
     """
 
     table: Tensor | None = None
@@ -119,5 +118,3 @@ class DraftTensors(NamedTuple):
     target_ids: Tensor | None = None
     keys: Tensor | None = None
     values: Tensor | None = None
-    temperature: Tensor | None = None
-    seed: Tensor | None = None

@@ -376,7 +376,7 @@ def captured_engine(
     """An engine of a device that replays."""
     target = target if isinstance(target, Target) else Target(target)
     engine = Engine(target.model, max_seq_len, backend=ReplayingBackend(target, advice))
-    engine.runner.ahead, engine.runner.most_launched = ahead, 1 + ahead
+    engine.runner.ahead = ahead
     return engine
 
 

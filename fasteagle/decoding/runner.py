@@ -44,7 +44,7 @@ class Runner:
     waits = False  # whether the engine yields before it reads a cycle: others may run meanwhile
     accompanied = False  # whether there are other engines whose cycles run beside
     ahead = 0  # cycles that the device has still to run when one is read
-    most_launched = 1  # cycles launched before the first one is read
+    at_once = 1  # cycles that one call may run
     plain_rows = 1  # rows of a pass without a tree
     fixed_addresses = False  # whether caches must not move: they have their full size then
     few_rows = 0  # up to so many rows of a prompt are replayed passes of 64

@@ -216,7 +216,7 @@ void report(Tensor& result, const Tree& tree, const Path& path, int64_t depth) {
 }
 
 // Marks the root and the tokens of the path as seen by the penalty.
-void mark_seen(Tensor& seen, int64_t root, const Path& path) {
+void mark_seen(const Tensor& seen, int64_t root, const Path& path) {
   TORCH_CHECK(root >= 0 && root < seen.numel(), "token ", root);
   bool* flags = seen.mutable_data_ptr<bool>();
   flags[root] = true;
@@ -244,10 +244,7 @@ void finish_cycle(const Tensor& logits, const Tensor& read, const Tree& tree, St
   for (const int64_t token : path.tokens) *text++ = std::max<int64_t>(token, 0);
   report(state.result, tree, path, depth);
   if (rules.keeps) keep_pairs(state, read, path, rules.extends);
-  if (sampling.penalty.defined()) {
-    Tensor seen = sampling.seen;
-    mark_seen(seen, root, path);
-  }
+  if (sampling.penalty.defined()) mark_seen(sampling.seen, root, path);
   root = std::max<int64_t>(path.tokens.back(), 0);
   seq_len += path.count();
 }

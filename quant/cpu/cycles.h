@@ -73,14 +73,14 @@ struct Drafting {
   const Head* head;              // none: the lookup alone
   std::optional<Lookup> lookup;  // none: the head alone
   Tensor target_ids, keys, values;
-  std::optional<Tensor> temperature, seed;  // where the head ranks tokens with noise
-  int64_t depth, head_depth;                // longest chains
-  int64_t width;                            // most pending pairs; 0: none are stored
-  double keep;                              // bound of a looked-up token's path probability
+  bool noisy;                    // whether the head ranks tokens with the noise of `sampling`
+  int64_t depth, head_depth;     // longest chains
+  int64_t width;                 // most pending pairs; 0: none are stored
+  double keep;                   // bound of a looked-up token's path probability
   std::optional<double> needed;  // gain of a looked-up chain that skips the head; none: any
   std::vector<double> verify, expand;
 
-  Drafted draft(const State& state) const {
+  Drafted draft(const State& state, const Sampling& sampling) const {
     Drafted drafted;
     if (!depth) return drafted;
     if (lookup) {
@@ -93,8 +93,8 @@ struct Drafting {
     TORCH_CHECK(head != nullptr, "a draft head or a lookup");
     const int64_t n = std::min(width, state.count.item<int64_t>());
     OptionalTensors temperatures, seeds;
-    temperatures.push_back(temperature);
-    seeds.push_back(seed);
+    temperatures.push_back(noisy ? std::optional(sampling.temperature) : std::nullopt);
+    seeds.push_back(noisy ? std::optional(sampling.seed) : std::nullopt);
     const auto chains =
         head->draft({state.tokens.narrow(0, 0, n)}, {head->read(state.features.narrow(0, 0, n))},
                     {state.count}, {state.seq_len}, target_ids, {keys}, {values}, temperatures,
@@ -110,8 +110,8 @@ struct Drafting {
 };
 
 // Result of a cycle: its tokens, then how many of them the lookup had proposed and how many tokens
-// were drafted; milliseconds of draft, of verify and of the whole; whether
-// the draft head was run; path probabilities of the tokens that it drafted.
+// were drafted; milliseconds of draft, of verify and of the whole; whether the draft head was run;
+// path probabilities of the tokens that it drafted.
 using Cycle = std::tuple<std::vector<int64_t>, std::vector<double>, bool, std::vector<double>>;
 
 // Runs up to `n` cycles: the last one has a token in `ends`, or a row without a token.
@@ -125,7 +125,7 @@ std::vector<Cycle> run_cycles(const Target& target, const Drafting& drafting, St
   std::vector<Cycle> cycles;
   for (bool ended = false; !ended && (int64_t)cycles.size() < n;) {
     const Clock::time_point begin = Clock::now();
-    Drafted drafted = drafting.draft(state);
+    Drafted drafted = drafting.draft(state, sampling);
     const Chain& chain = Chain::of(state.root.item<int64_t>(), drafted.tokens,
                                    drafted.extended ? HEAD_SOURCE : LOOKUP_SOURCE);
     const Clock::time_point drafted_at = Clock::now();

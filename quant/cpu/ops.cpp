@@ -137,16 +137,17 @@ std::tuple<Tensor, Tensor, double> look_up_chain(const Tensor& text, const Tenso
 }
 
 // See `run_cycles` in cycles.h. `drafting` holds a lookup's table and last proposal, the target ids
-// of a draft head's tokens, its keys and values, and where it ranks tokens with noise a temperature
-// and a seed; `corpus` a lookup's documents. Each is empty or None where there is none.
+// of a draft head's tokens, its keys and values; `corpus` a lookup's documents. Each is empty or
+// None where there is none.
 std::vector<Cycle> cycles(const c10::intrusive_ptr<Target>& target,
                           const std::optional<c10::intrusive_ptr<Head>>& head,
                           std::vector<Tensor> state_, const OptionalTensors& sampling,
                           const OptionalTensors& drafting_, std::vector<Tensor> corpus,
                           int64_t longest, int64_t depth, int64_t head_depth, int64_t width,
-                          double keep, std::optional<double> needed, std::vector<double> verify,
-                          std::vector<double> expand, std::vector<int64_t> aux_layers,
-                          const Tensor& features_like, std::vector<int64_t> ends, int64_t n) {
+                          bool noisy, double keep, std::optional<double> needed,
+                          std::vector<double> verify, std::vector<double> expand,
+                          std::vector<int64_t> aux_layers, const Tensor& features_like,
+                          std::vector<int64_t> ends, int64_t n) {
   const DraftTensors given = named<DraftTensors>(drafting_);
   Drafting drafting;
   drafting.head = head ? head->get() : nullptr;
@@ -154,11 +155,10 @@ std::vector<Cycle> cycles(const c10::intrusive_ptr<Target>& target,
   drafting.target_ids = given.target_ids;
   drafting.keys = given.keys;
   drafting.values = given.values;
-  if (given.temperature.defined()) drafting.temperature = given.temperature;
-  if (given.seed.defined()) drafting.seed = given.seed;
   drafting.depth = depth;
   drafting.head_depth = head_depth;
   drafting.width = width;
+  drafting.noisy = noisy;
   drafting.keep = keep;
   drafting.needed = needed;
   drafting.verify = std::move(verify);

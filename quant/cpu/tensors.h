@@ -70,8 +70,8 @@ struct Sampling {
 
 // What drafts the chains of some cycles: see `cycles` in ops.cpp.
 struct DraftTensors {
-  static constexpr std::string_view FIELDS = "table kept target_ids keys values temperature seed";
-  Tensor table, kept, target_ids, keys, values, temperature, seed;
+  static constexpr std::string_view FIELDS = "table kept target_ids keys values";
+  Tensor table, kept, target_ids, keys, values;
 };
 
 // Documents for lookup, with their index: `Corpus` in drafting/lookup.py.

@@ -322,7 +322,7 @@ def test_what_the_kernels_do_not_run_is_run_cycle_by_cycle(target):
         assert flat(chunks_of(engine, speculate=False)) == expected
     engine = engine_of(target)
     engine.plain_rows = 2
-    assert flat(chunks_of(engine)) == expected and engine.runner.most_launched == 1
+    assert flat(chunks_of(engine)) == expected and engine.runner.at_once == 1
     chunks = chunks_of(engine_of(target), processor=Even())
     assert {len(chunk) for chunk in chunks} == {1} and not any(t % 2 for t in flat(chunks))
 
