@@ -128,6 +128,7 @@ struct Attention {
   const Visible* seen;
   int64_t row;   // the first of the T rows in `seen`
   float* parts;  // [G, key_blocks, T * group, E + 2]: sums, their weight, the largest score
+  const C* ahead = nullptr;  // 64 rows that are read next, which products prefetch
 
   int64_t queries() const { return T * heads.group(); }
   float* part(int64_t g, int64_t block, int64_t i) const {
@@ -168,6 +169,12 @@ struct Attention {
     }
   }
 
+  // Prefetches n of the elements that are read next.
+  void prefetch(int64_t first, int64_t n) const {
+    constexpr int64_t LINE = 64 / sizeof(C);
+    for (int64_t i = first; i < first + n; i += LINE) to_l2(ahead + i);
+  }
+
   // Writes products of R queries x [R, E] with N * W keys to `out`, whose rows are `width` apart.
   // The elements are added in order. Not inlined, for then GCC keeps the sums in memory.
   template <int R, int N>
@@ -176,6 +183,7 @@ struct Attention {
     const int64_t E = heads.E;
     VF sums[R][N] = {};
     for (int64_t e = 0; e < E; e++, turned += WIDE * W) {
+      prefetch(e * KEYS, KEYS);
       VF keys[N];
       for_each<N>([&](int c) { keys[c] = load(turned + c * W); });
       for_each<R>([&](int r) {
@@ -199,15 +207,14 @@ struct Attention {
     });
   }
 
-  // Computes all queries of KV head g over keys of rank 64 * block .. 64 * block + 63.
-  void unit(int64_t g, int64_t block, float* scratch) const {
-    const int64_t group = heads.group(), E = heads.E, first = block * KEYS;
+  // Computes all queries of KV head i % G over 64 keys, of rank 64 * (i / G) and more.
+  void unit(int64_t i, float* scratch) {
+    const int64_t group = heads.group(), E = heads.E, G = heads.G;
+    const int64_t g = i % G, block = i / G, first = block * KEYS;
     const int64_t shared = std::clamp<int64_t>(seen->shared - first, 0, KEYS);
-    float* turned = scratch;                                      // [E, WIDE * W]
-    float* s = turned + E * WIDE * W + queries() * W;             // [queries, KEYS]
-    const char* values = (const char*)(v + (g * S + first) * E);  // wanted after the scores
-    for (int64_t i = 0; i < shared * E * int64_t(sizeof(C)); i += 64)
-      __builtin_prefetch(values + i);
+    float* turned = scratch;                           // [E, WIDE * W]
+    float* s = turned + E * WIDE * W + queries() * W;  // [queries, KEYS]
+    ahead = v + (g * S + first) * E;
     for (int64_t at = 0; at < shared; at += WIDE * W) {
       const int64_t n = std::min<int64_t>(WIDE * W, shared - at);
       for (int64_t i = 0; i < n; i += W)
@@ -219,7 +226,8 @@ struct Attention {
     own_scores(g, first, turned, s);
 
     for (int64_t i = 0; i < queries(); i++) softmax(s + i * KEYS, part(g, block, i));
-    const int64_t width = E + 2;
+    const int64_t width = E + 2, next = std::min(i + 1, G * key_blocks - 1);
+    ahead = k + (next % G * S + next / G * KEYS) * E;
     add_values(s, v + (g * S + first) * E, shared, queries(), part(g, block, 0), width);
     for (int64_t t = 0; t < T; t++) {
       const auto [begin, end] = own_of(t, first);
@@ -325,6 +333,7 @@ struct Attention {
         for_each<N / 2>([&](int c) { separate(acc[r][2 * c], acc[r][2 * c + 1]); });
     });
     for (int64_t j = 0; j < n; j++, values += heads.E) {
+      prefetch(j * heads.E, heads.E);
       VF weight[R];
       for_each<R>([&](int r) { weight[r] = splat(p[r * KEYS + j]); });
       const auto add = [&](int c, VF value) {

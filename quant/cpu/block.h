@@ -243,10 +243,10 @@ struct Pass {
     for (const Sequence<C>& sequence : sequences) n += heads.G * sequence.key_blocks;
     me.each(n, [&](int64_t begin, int64_t end) {
       for (const Sequence<C>& sequence : sequences) {
-        const Attention<C> a = attention_of(sequence);
+        Attention<C> a = attention_of(sequence);
         const int64_t units = heads.G * a.key_blocks;
         for (int64_t i = std::max<int64_t>(0, begin); i < std::min(end, units); i++)
-          a.unit(i % heads.G, i / heads.G, own_scratch(me));
+          a.unit(i, own_scratch(me));
         begin -= units;
         end -= units;
       }

@@ -27,7 +27,8 @@ using at::Tensor;
 
 template <int BITS>
 constexpr int64_t STEP = BITS * 4 * COLUMNS;  // bytes of a block of 16 outputs: BITS lines
-constexpr int AHEAD = 4096;  // bytes of weights that are fetched before they are read
+constexpr int FAR = 4096;   // bytes ahead of the weights that are read, fetched to the L2 cache
+constexpr int NEAR = 1024;  // and from there to the L1 cache
 
 struct Header {
   int32_t magic, N, K, bits;
@@ -128,7 +129,10 @@ template <int R, int BITS, bool SINGLE>
     float moved[SINGLE ? 1 : R] = {};
     const int64_t end = SINGLE ? b + 1 : std::min<int64_t>(b + w.h.group_blocks, w.blocks);
     do {
-      for (int j = 0; j < BITS; j++) __builtin_prefetch(line + j * 4 * COLUMNS + AHEAD);
+      for (int j = 0; j < BITS; j++) {
+        to_l2(line + j * 4 * COLUMNS + FAR);
+        __builtin_prefetch(line + j * 4 * COLUMNS + NEAR);
+      }
       const auto take = [&](int r, int p, VI total) __attribute__((always_inline)) {
         const VF value = to_float(total) * splat(terms[r].scale);
         if constexpr (SINGLE) {

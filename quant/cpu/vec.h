@@ -31,6 +31,10 @@ typedef uint16_t VH __attribute__((vector_size(2 * W)));
 typedef uint32_t VU __attribute__((vector_size(4 * W)));
 typedef int8_t VB __attribute__((vector_size(W)));
 
+// Prefetches a line to the L2 cache. Zen 4 reads memory up to twice as fast by these as by
+// prefetches to the L1 cache, of which few may be under way at once.
+inline void to_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
+
 inline VF load(const float* p) {
   VF v;
   std::memcpy(&v, p, sizeof v);
