@@ -27,8 +27,9 @@ using at::Tensor;
 
 template <int BITS>
 constexpr int64_t STEP = BITS * 4 * COLUMNS;  // bytes of a block of 16 outputs: BITS lines
-constexpr int FAR = 4096;   // bytes ahead of the weights that are read, fetched to the L2 cache
-constexpr int NEAR = 1024;  // and from there to the L1 cache
+// Values that are prefetched while others are read, in bytes of values: to the L2 cache, and from
+// there to the L1 cache.
+constexpr int FAR = 8192, NEAR = 1024;
 
 struct Header {
   int32_t magic, N, K, bits;
@@ -48,6 +49,9 @@ struct Weight {
   const float* bias = nullptr;
   int64_t blocks = 0, groups = 0, column_blocks = 0;
   int base = 0;  // subtracted from the stored values, as `Dot` reads them
+  // The values FAR ahead of the first ones of 16 outputs: how many bytes ahead they are, since
+  // parameters lie between the values of 16 outputs, and how many blocks follow before parameters.
+  int64_t far = 0, far_blocks = 0;
 
   Weight() = default;
   explicit Weight(const Tensor& packed, const Tensor* bias_ = nullptr) {
@@ -61,6 +65,9 @@ struct Weight {
     blocks = (h.K + BLOCK - 1) / BLOCK;
     groups = (blocks + h.group_blocks - 1) / h.group_blocks;
     column_blocks = (h.N + COLUMNS - 1) / COLUMNS;
+    const int64_t step = h.bits * 4 * COLUMNS, n_far = FAR / step;
+    far = n_far / blocks * h.stride + n_far % blocks * step;
+    far_blocks = blocks - n_far % blocks;
     base = h.base + (h.bits == 8 ? Dot<8, false>::bias - 128 : Dot<4, false>::bias);
     TORCH_CHECK(packed.numel() == HEADER_BYTES + column_blocks * h.stride, "not a packed weight");
     const int64_t of_values = blocks * COLUMNS * BLOCK * h.bits / 8;
@@ -115,7 +122,8 @@ template <int R, int BITS, bool SINGLE>
 [[gnu::noinline]] void tile(const Weight& w, const uint8_t* block, int part, const Activations& x,
                             const Choice& choice, int64_t row, float* y) {
   constexpr int P = PARTS<BITS>;
-  const uint8_t* line = block + part * 4 * W;
+  const uint8_t *line = block + part * 4 * W, *far = line + w.far;
+  int64_t far_blocks = w.far_blocks;
   const int8_t* q = x.q + row * BLOCK;
   const Term* terms = choice.terms + row;
   VF acc[R][P] = {};
@@ -130,7 +138,7 @@ template <int R, int BITS, bool SINGLE>
     const int64_t end = SINGLE ? b + 1 : std::min<int64_t>(b + w.h.group_blocks, w.blocks);
     do {
       for (int j = 0; j < BITS; j++) {
-        to_l2(line + j * 4 * COLUMNS + FAR);
+        to_l2(far + j * 4 * COLUMNS);
         __builtin_prefetch(line + j * 4 * COLUMNS + NEAR);
       }
       const auto take = [&](int r, int p, VI total) __attribute__((always_inline)) {
@@ -145,6 +153,11 @@ template <int R, int BITS, bool SINGLE>
       if constexpr (!SINGLE && BITS == 4)
         for (int r = 0; r < R; r++) moved[r] += terms[r].offset;
       line += STEP<BITS>;
+      far += STEP<BITS>;
+      if (--far_blocks == 0) {
+        far += w.h.stride - w.blocks * STEP<BITS>;
+        far_blocks = w.blocks;
+      }
       q += x.rows * BLOCK;
       terms += x.rows;
     } while (++b < end);
