@@ -95,6 +95,7 @@ def check_host_names(name: str, hosts: Sequence[str]) -> None:
         require(host != "", f"{name} '' is empty: give a name, as example.org")
         alone = host.count(":") != 1 and not set(host) & set("/[]")  # an IPv6 address has more
         require(alone, f"{name} {host!r}: use the name without a port, as example.org")
+        require([host] == host.split(), f"{name} {host!r} has spaces: repeat it for each name")
 
 
 def require(ok: bool, message: str) -> None:

@@ -35,12 +35,15 @@ def add_errors(app: FastAPI) -> None:
         if problem["type"] == "json_invalid":
             return answer(400, f"the body is no JSON: {problem['ctx']['error']}")
         text = problem["msg"].removeprefix("Value error, ")
+        if problem["type"] == "model_type":  # pydantic's text names a class of this server
+            text = "Input should be an object"
         return answer(400, f"{param}: {text}" if param else text, param=param)
 
     @app.exception_handler(FasteagleError)
     async def refused(request: Request, error: FasteagleError) -> Response:
-        param = getattr(error, "param", _first_word(str(error)))
-        return answer(400, str(error), param=param, code=getattr(error, "code", None))
+        text, param = _in_our_words(str(error))
+        param = getattr(error, "param", param)
+        return answer(400, text, param=param, code=getattr(error, "code", None))
 
     @app.exception_handler(EngineError)
     async def failed(request: Request, error: EngineError) -> Response:
@@ -89,11 +92,15 @@ def _place(problem: dict[str, Any], body: Any) -> list[str]:
     return place + [str(part) for part in parts[-1:] if problem["type"] == "missing"]
 
 
-def _first_word(message: str) -> str | None:
-    """Return the parameter that `message` begins with, under its name here, if any."""
-    word = message.split(" ", 1)[0].rstrip(":").replace("-", "_")
-    word = "max_tokens" if word == "max_new_tokens" else word
-    return word if word in ChatRequest.model_fields else None
+def _in_our_words(message: str) -> tuple[str, str | None]:
+    """Return `message` with the parameter that it begins with under its name here, and that name.
+
+    Without a parameter it stays as it is.
+    """
+    word = message.split(" ", 1)[0].rstrip(":")
+    param = "max_tokens" if word == "max-new-tokens" else word.replace("-", "_")
+    known = param in ChatRequest.model_fields
+    return (param + message.removeprefix(word), param) if known else (message, None)
 
 
 def _error(

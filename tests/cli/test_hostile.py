@@ -164,6 +164,7 @@ REFUSED = [
     ("generate-data --out DIR/g --count 3", "--seeds DIR/one", "'instruction' is missing"),
     ("serve", "--allow-host ''", "allow-host '' is empty: give a name"),
     ("serve", "--allow-host box.lan:8000", "allow-host 'box.lan:8000': use the name"),
+    ("serve", "--allow-host 'a.lan b.lan'", "allow-host 'a.lan b.lan' has spaces: repeat it"),
     ("serve", "--port 99999", "port 99999 is out of range: use >= 0 and < 65,536"),
     ("serve", "--max-body 1e305", "max-body 1e+305 is out of range: use > 0 and <= 1,048,576"),
     ("serve", "--allow-origin foo", "allow-origin 'foo': use scheme and host"),

@@ -39,6 +39,24 @@ def test_agents_can_tell_what_is_wrong(live, path, body, param, code):
     assert (error["param"], error["code"]) == (param, code), error
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"top_p": 1.5}, "top_p 1.5 is out of range"),
+        ({"max_tokens": 0}, "max_tokens 0 is out of range"),
+        ({"messages": [1]}, "messages.0: Input should be an object"),
+        ([1], "Input should be an object"),
+    ],
+    ids=str,
+)
+def test_messages_name_what_the_request_names(live, body, message):
+    """The command line spells parameters otherwise, and classes are no one's business."""
+    body = {"messages": HELLO} | body if isinstance(body, dict) else body
+    reply = httpx.post(f"{live.url}/v1/chat/completions", json=body)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["message"].startswith(message), reply.text
+
+
 def test_a_body_that_is_not_said_to_be_json(live):
     url = live.url + "/v1/chat/completions"
     plain = httpx.post(url, content=b'{"messages": []}', headers={"content-type": "text/plain"})
