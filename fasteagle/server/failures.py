@@ -98,7 +98,8 @@ def _in_our_words(message: str) -> tuple[str, str | None]:
     Without a parameter it stays as it is.
     """
     word = message.split(" ", 1)[0].rstrip(":")
-    param = "max_tokens" if word == "max-new-tokens" else word.replace("-", "_")
+    param = word.replace("-", "_")
+    param = "max_tokens" if param == "max_new_tokens" else param
     known = param in ChatRequest.model_fields
     return (param + message.removeprefix(word), param) if known else (message, None)
 

@@ -207,28 +207,30 @@ struct Attention {
     });
   }
 
-  // Computes all queries of KV head i % G over 64 keys, of rank 64 * (i / G) and more.
-  void unit(int64_t i, float* scratch) {
+  // Computes all queries of KV head n % G over 64 keys, of rank 64 * (n / G) and more.
+  void unit(int64_t n, float* scratch) {
     const int64_t group = heads.group(), E = heads.E, G = heads.G;
-    const int64_t g = i % G, block = i / G, first = block * KEYS;
+    const int64_t g = n % G, block = n / G, first = block * KEYS;
+    const int64_t after = std::min(n + 1, G * key_blocks - 1);
     const int64_t shared = std::clamp<int64_t>(seen->shared - first, 0, KEYS);
     float* turned = scratch;                           // [E, WIDE * W]
     float* s = turned + E * WIDE * W + queries() * W;  // [queries, KEYS]
-    ahead = v + (g * S + first) * E;
+    const C* values = v + (g * S + first) * E;
+    ahead = values;
     for (int64_t at = 0; at < shared; at += WIDE * W) {
-      const int64_t n = std::min<int64_t>(WIDE * W, shared - at);
-      for (int64_t i = 0; i < n; i += W)
-        turn(g, first + at + i, std::min<int64_t>(W, n - i), turned + i);
-      some_scores(g, 0, queries(), turned, n, s + at, KEYS);
+      const int64_t keys = std::min<int64_t>(WIDE * W, shared - at);
+      for (int64_t i = 0; i < keys; i += W)
+        turn(g, first + at + i, std::min<int64_t>(W, keys - i), turned + i);
+      some_scores(g, 0, queries(), turned, keys, s + at, KEYS);
     }
     for (int64_t i = 0; i < queries(); i++)
       std::fill(s + i * KEYS + shared, s + (i + 1) * KEYS, -std::numeric_limits<float>::infinity());
     own_scores(g, first, turned, s);
 
     for (int64_t i = 0; i < queries(); i++) softmax(s + i * KEYS, part(g, block, i));
-    const int64_t width = E + 2, next = std::min(i + 1, G * key_blocks - 1);
-    ahead = k + (next % G * S + next / G * KEYS) * E;
-    add_values(s, v + (g * S + first) * E, shared, queries(), part(g, block, 0), width);
+    const int64_t width = E + 2;
+    ahead = k + (after % G * S + after / G * KEYS) * E;
+    add_values(s, values, shared, queries(), part(g, block, 0), width);
     for (int64_t t = 0; t < T; t++) {
       const auto [begin, end] = own_of(t, first);
       for (const int64_t *slot = begin, *next; slot < end; slot = next) {

@@ -70,7 +70,7 @@ struct Weight {
     far_blocks = blocks - n_far % blocks;
     base = h.base + (h.bits == 8 ? Dot<8, false>::bias - 128 : Dot<4, false>::bias);
     TORCH_CHECK(packed.numel() == HEADER_BYTES + column_blocks * h.stride, "not a packed weight");
-    const int64_t of_values = blocks * COLUMNS * BLOCK * h.bits / 8;
+    const int64_t of_values = blocks * step;
     const int64_t of_parameters = groups * COLUMNS * (h.wide ? 4 : 2);
     const auto lies_behind = [&](int64_t at) {
       return at >= of_values && at + of_parameters <= h.stride;
