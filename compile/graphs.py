@@ -76,7 +76,7 @@ class CapturedRunner(Runner):
         super().adopt(drafter)
         tables: list[dict[Any, Any]] = [self._failures, self._replays, self._split]
         for table in tables:
-            drop_others(table, drafter)
+            drop_others(table, [drafter])
 
     def _key(self, spec: CycleSpec, drafter: Drafter | None, processed: bool = False) -> Any:
         # A cache that has grown has another address, and its graphs are invalid.

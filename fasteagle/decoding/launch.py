@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from fasteagle.config import HeadConfig
+from fasteagle.decoding.cycle import Pieces
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.draft_head import HeadDrafter
 from fasteagle.logits import LogitsProcessor
@@ -31,10 +33,23 @@ def variant_of(drafter: Drafter | None, spec: CycleSpec) -> tuple[Drafter | None
     return None if drafter is None else drafter.origin, spec
 
 
-def drop_others(table: dict[Any, Any], drafter: Drafter) -> None:
+def drop_others(table: dict[Any, Any], drafters: Collection[Drafter]) -> None:
     """Drop what a table has of other drafters, whose draft heads its keys keep in memory."""
-    for key in [key for key in table if key[0] not in (None, drafter)]:
+    for key in [key for key in table if key[0] is not None and key[0] not in drafters]:
         del table[key]
+
+
+class Compiled(dict[tuple[Drafter | None, CycleSpec], Pieces]):
+    """Compiled pieces of cycles, by variant; runners of siblings share them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._used: WeakKeyDictionary[object, Drafter] = WeakKeyDictionary()  # by runner
+
+    def use(self, runner: object, drafter: Drafter) -> None:
+        """Note what a runner drafts by from now on; drop the pieces of drafters that none uses."""
+        self._used[runner] = drafter.origin
+        drop_others(self, set(self._used.values()))
 
 
 class Launch(NamedTuple):

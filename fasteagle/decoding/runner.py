@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fasteagle.config import HeadConfig
 from fasteagle.decoding.cycle import EAGER, Pieces, decode_cycle, finish, select
-from fasteagle.decoding.launch import Capture, Done, Launch, drop_others, may_be_shorter, variant_of
+from fasteagle.decoding.launch import Capture, Compiled, Done, Launch, may_be_shorter, variant_of
 from fasteagle.decoding.together import verify_together
 from fasteagle.drafting.base import Drafter, DraftOps
 from fasteagle.drafting.draft_head import HeadDrafter, under_mask
@@ -51,7 +51,7 @@ class Runner:
 
     def __init__(self, backend: Backend, state: DecodeState) -> None:
         self.backend, self.state = backend, state
-        self.compiled: dict[tuple[Drafter | None, CycleSpec], Pieces] = {}
+        self.compiled = Compiled()
         self._errors: list[str] = []  # of the runners of all siblings
         self._on_cpu = state.root.device.type == "cpu"
         self._laps: list[float] = []  # before, between and after draft and verify
@@ -81,7 +81,7 @@ class Runner:
 
     def adopt(self, drafter: Drafter) -> None:
         """Let a drafter, whose cycles come next, draft by the backend's operations."""
-        drop_others(self.compiled, drafter.origin)
+        self.compiled.use(self, drafter)
         self.backend.adopt(drafter)
 
     def share_compiled(self, other: Runner) -> None:

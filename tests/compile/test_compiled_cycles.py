@@ -184,6 +184,22 @@ def test_another_drafter_may_be_in_use_while_a_first_one_is_compiled(target, tra
     assert {drafter for drafter, _ in engine.runner.compiled} == {first}
 
 
+def test_siblings_with_other_drafters_keep_what_is_compiled_for_each(target, traced_only):
+    """As the rows of a benchmark, which share one copy of the weights."""
+    base = captured_engine(target, 512)
+    engines = [base.sibling(base.cache) for _ in range(2)]
+    for engine in engines:
+        engine.on_cpu = False
+        engine.use(EagleDrafter(random_head(target), TREE, 512))
+        compiler = CycleCompiler(engine)
+        compiler.compile()
+        compiler.apply()
+    drafters = [engine.drafter for engine in engines]
+    assert {drafter for drafter, _ in base.runner.compiled} == set(drafters)
+    engines[0].use(EagleDrafter(random_head(target), TREE, 512))
+    assert {drafter for drafter, _ in base.runner.compiled} == {drafters[1]}
+
+
 @pytest.mark.slow
 @needs_compiler
 def test_graphs_hold_compiled_pieces(target):
