@@ -230,13 +230,13 @@ def pack(carried: Path) -> None:
     download = ["-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(wheels), *PACKAGES]
     subprocess.run([sys.executable, *download], check=True)
     free = CARRY_BYTES - checkout - sum(path.stat().st_size for path in wheels.iterdir())
-    with model.open("rb") as file:
-        for call in range(1, 10):
-            if not (data := file.read(max(free, 2**20))):
-                break
-            (carried / str(call)).mkdir(exist_ok=True)
-            (carried / str(call) / f"model.gguf.{call}").write_bytes(data)
-            free = CARRY_BYTES - checkout
+    data, room, parts = model.read_bytes(), max(free, 2**20), list[bytes]()
+    while data:
+        parts.append(data[:room])
+        data, room = data[room:], CARRY_BYTES - checkout
+    for call, part in enumerate(parts, 1):
+        (carried / str(call)).mkdir(exist_ok=True)
+        (carried / str(call) / f"model.gguf.{call}of{len(parts)}").write_bytes(part)
     lines = [
         (f"carry/{path.parent.name}", path.name, f"{path.stat().st_size / 2**20:.1f}")
         for path in sorted(carried.rglob("*"))

