@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-WARM_UPS = 3  # runs before capture: kernels compile, libraries choose, workspaces are made
+WARM_UPS = 1  # runs before capture: kernels compile, libraries choose, workspaces are made
 
 
 class CudaGraphs:

@@ -63,7 +63,7 @@ class CapturedRunner(Runner):
         self._split: dict[Any, SplitCycle | None] = {}
         self._short: ShortPasses | None = None
         self._drafted: SplitCycle | None = None  # has drafted for the cycle that is under way
-        self._alone = True  # whether the cycle that was launched last had a pass for itself
+        self._alone = True  # whether the last launch took the time of its own pass alone
         self._failures: Counter[Any] = Counter()  # consecutive ones, by drafter and spec
         self._kinds: list[Any] = []
         self._n_compiled = 0  # compiled variants when graphs were captured
@@ -91,6 +91,8 @@ class CapturedRunner(Runner):
         if len(self.compiled) != self._n_compiled:  # a sibling has compiled since
             self._n_compiled = len(self.compiled)
             self.forget()
+        if self.defers:  # whole cycles are captured once it is alone
+            return specs[0].kind not in self._kinds
         return any(self._key(spec, drafter, processed) not in self._replays for spec in specs)
 
     def prepare(
@@ -108,12 +110,21 @@ class CapturedRunner(Runner):
     ) -> None:
         self._make_room(specs[0].kind)
         self.compile_ahead(specs, drafter)
+        if self.defers:
+            return
         if self.few_rows:
             self._prepare_prompts()
         for spec in specs:
-            key = self._key(spec, drafter, processed)
-            if key not in self._replays:
-                self._replays[key] = self._captured(spec, drafter, processed)
+            self._replay_of(spec, drafter, processed)
+
+    def _replay_of(
+        self, spec: CycleSpec, drafter: Drafter | None, processed: bool
+    ) -> Replay | None:
+        """Return the replay of a whole cycle, which may be captured now."""
+        key = self._key(spec, drafter, processed)
+        if key not in self._replays:
+            self._replays[key] = self._captured(spec, drafter, processed)
+        return self._replays[key]
 
     def _prepare_prompts(self) -> None:
         """Capture passes over parts of a prompt, after the text, where rows are free."""
@@ -293,13 +304,14 @@ class CapturedRunner(Runner):
 
     def run(self, launch: Launch) -> None:
         spec, drafter, processor = launch
-        replay = self._replays.get(self._key(spec, drafter, processor is not None))
+        n_captured = len(self._replays)
+        replay = self._replay_of(spec, drafter, processor is not None)
         if replay is None:
             pieces = self.pieces(spec, drafter)
             decode_cycle(self.state, self.backend.target, drafter, spec, pieces, processor)
         else:
             replay(processor)
-        self._begin_to_read(alone=True)
+        self._begin_to_read(alone=len(self._replays) == n_captured)  # a capture takes time
 
     def draft(self, launch: Launch, pool: Pool | None = None) -> Proposal:
         self._drafted = split = self._split_of(launch, pool)

@@ -1,7 +1,8 @@
 """Total speed of several answers at once, plain and with drafting: the EAGLE paper's table 7.
 
-Each size runs all questions, of one turn each, plain and with drafting in turn, `ROUNDS` times;
-speeds are medians of all tokens over all time, prompts included.
+Each size runs all questions, of one turn each, plain and with drafting in turn, `ROUNDS` times, on
+a card once more before, when graphs are captured; speeds are medians of all tokens over all time,
+prompts included.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ def measure_sizes(
 
     expected = [answer.tokens for answer in llm.answers.all(requests(False), 1)]
     alone, *measured = (Size(n, len(questions)) for n in (1, *sizes))
-    todo = [size for _ in range(ROUNDS) for size in (alone, *measured)]
+    warm_ups = int(not llm.engine.on_cpu)
+    todo = [size for _ in range(warm_ups + ROUNDS) for size in (alone, *measured)]
     for size in with_progress(todo, len(todo), "measured", "sizes", note, lambda: ""):
         for speculate, speeds in ((False, size.plain), (True, size.drafting)):
             asked = requests(speculate)
@@ -77,7 +79,8 @@ def measure_sizes(
             texts = [answer.tokens for answer in llm.answers.all(asked, size.n)]
             speeds.append(sum(map(len, texts)) / (time.perf_counter() - begin))
             size.same = sum(a == b for a, b in zip(texts, expected, strict=True))
-    for size in measured:
+    for size in (alone, *measured):
+        del size.plain[:warm_ups], size.drafting[:warm_ups]
         size.one = statistics.median(alone.plain)
     return measured
 

@@ -186,6 +186,9 @@ def test_one_alone_is_replayed_as_a_whole_and_ahead(engine):
         _, several = together(engine)
         runner = several.engines[-1].runner
     assert engine.backend.sizes and len(launched) > before, "the last one of three is alone"
+    whole = {own.runner for own in several.engines[1:] if own.runner.captured}
+    assert whole == {*launched[before:]} - {engine.runner}, "and only then captured as a whole"
+    assert {own.runner for own in several.engines} > {*launched[before:]}
     assert not runner.waits and not runner.accompanied
 
 
