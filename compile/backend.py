@@ -1,6 +1,6 @@
 """Choose the backend of a loaded model by its device, its weights and its KV cache.
 
-eager     the core, operation by operation (`decoding.runner.Backend`)
+eager     the core, operation by operation (`decoding.backend.Backend`)
 compiled  the eager backend with its blocks compiled by `torch.compile` (`blocks`)
 cpu       quantized blocks in the layout of our C++ kernels (`cpu_backend`)
 cuda      Triton kernels and CUDA graphs (`cuda_backend`)
@@ -11,7 +11,7 @@ from __future__ import annotations
 from fasteagle.compile.cpu_backend import CpuBackend, runs_on_cpu
 from fasteagle.compile.cuda_backend import CudaBackend
 from fasteagle.compile.int8_cache import over_int8
-from fasteagle.decoding.runner import Advice, Backend
+from fasteagle.decoding.backend import Advice, Backend
 from fasteagle.model import Target, Transformer
 
 

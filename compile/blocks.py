@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from fasteagle.compile.cycles import CycleCompiler, compile_part
+from fasteagle.decoding.backend import Backend
 from fasteagle.decoding.context import MAX_TREE_ROWS
-from fasteagle.decoding.runner import Backend
 from fasteagle.drafting.draft_head import HeadDrafter
 from fasteagle.errors import first_line, note
 from fasteagle.generate import Engine

@@ -11,13 +11,14 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
-from fasteagle.compile import cpu_pass
+from fasteagle.compile import cpu_cycles, cpu_pass
 from fasteagle.compile.cpu_blocks import MAX_ROWS, NativeBlocks, fits
 from fasteagle.compile.cpu_cycles import CpuRunner
 from fasteagle.compile.cpu_draft import NativeDraft, Text
+from fasteagle.decoding.backend import Advice, Backend
 from fasteagle.decoding.cycle import EAGER, Pieces
 from fasteagle.decoding.launch import Capture, Launch
-from fasteagle.decoding.runner import Advice, Backend, Runner
+from fasteagle.decoding.runner import Runner
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.draft_head import under_mask
 from fasteagle.model import EagleHead, Ops, Output, Target, Transformer
@@ -57,6 +58,10 @@ class CpuBackend(Backend):
     @property
     def leaves_blocks(self) -> bool:
         return False
+
+    def run_queued(self, runners: Sequence[Runner]) -> int:
+        ours = [runner for runner in runners if isinstance(runner, CpuRunner)]
+        return cpu_cycles.run_queued(ours)
 
     def draft_together(
         self, runners: Sequence[Runner], launches: Sequence[Launch]

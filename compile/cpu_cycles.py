@@ -1,7 +1,8 @@
-"""Run several decode cycles of one sequence by one call of our CPU kernels.
+"""Run several decode cycles by one call of our CPU kernels, of one text or of several.
 
 The weights of a small model have just passed through the CPU's caches: between two passes Python
-code takes a tenth of a cycle, and the pass after it is slower. The reference is `Runner.run`.
+code takes a tenth of a cycle, and the pass after it is slower. References: `Runner.run`, and
+`batch.run_together` for texts that share passes.
 """
 
 from __future__ import annotations
@@ -9,24 +10,65 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-
-from torch import Tensor
+from typing import NamedTuple
 
 from fasteagle.compile.cpu_draft import LOOKING_UP, NativeDraft, Text
 from fasteagle.compile.cpu_pass import MAX_ROWS, NativeFinish, NativePass
+from fasteagle.decoding.backend import Backend
 from fasteagle.decoding.cycle import Pieces
 from fasteagle.decoding.launch import Done, Launch, variant_of
-from fasteagle.decoding.runner import Backend, Runner
+from fasteagle.decoding.runner import Runner
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.eagle import EagleDrafter
-from fasteagle.drafting.lookup import LONGEST_MATCH
+from fasteagle.drafting.lookup import LONGEST_MATCH, Corpus
 from fasteagle.drafting.thresholds import Thresholds
 from fasteagle.logits import LogitsProcessor
+from fasteagle.model import EagleHead, Output
 from fasteagle.quant.cpu_tensors import DraftTensors
 from fasteagle.state import CycleSpec, DecodeState
+from fasteagle.tree import Proposal
 
 MOST_CYCLES = 8  # of a call: the policy decides between two calls
 CALL_MS = 24.0  # longest call of several cycles, whose tokens come at once
+
+
+class How(NamedTuple):
+    """What the cycles of several texts must have alike to be run by one call."""
+
+    head: EagleHead | None
+    corpus: Corpus | None
+    depth: int
+    head_depth: int
+    width: int
+    keep: float
+    needed: float | None
+    thresholds: Thresholds
+
+    @classmethod
+    def of(cls, text: Text) -> How:
+        drafter, spec = text.drafter, text.spec
+        corpus, keep, needed = None, 0.0, None
+        head, rule = None, (0, Thresholds())
+        if spec.shape is not None and isinstance(drafter, LOOKING_UP):
+            corpus, keep = drafter.lookup.corpus, drafter.lookup_threshold
+            needed = drafter.head_gain
+        if spec.shape is not None and isinstance(drafter, EagleDrafter):
+            head, rule = drafter.head, text.rule
+        return cls(head, corpus, spec.depth, rule[0], spec.width, keep, needed, rule[1])
+
+
+def _drafting(text: Text, how: How) -> DraftTensors:
+    """Return what drafts for a text."""
+    tensors, drafter = DraftTensors(), text.drafter
+    if how.depth and isinstance(drafter, LOOKING_UP):
+        tensors = tensors._replace(table=drafter.lookup.table, kept=drafter.lookup.last)
+    if how.head is not None and isinstance(drafter, EagleDrafter):
+        keys, values = drafter.cache.layers[0]
+        tensors = tensors._replace(keys=keys, values=values)
+        if text.is_noisy:
+            noise = text.state.sampling
+            tensors = tensors._replace(temperature=noise.temperature, seed=noise.seed)
+    return tensors
 
 
 class NativeCycles:
@@ -53,72 +95,65 @@ class NativeCycles:
             return False
         return not isinstance(drafter, EagleDrafter) or self._draft.reads(drafter.head)
 
-    def run(
-        self,
-        state: DecodeState,
-        drafter: Drafter | None,
-        spec: CycleSpec,
-        ends: Sequence[int],
-        n: int,
-    ) -> list[Done]:
-        """Run `n` cycles, fewer where one has a token of `ends`, or logits that are not finite."""
+    def run(self, texts: Sequence[Text], ends: Sequence[Sequence[int]], n: int) -> list[list[Done]]:
+        """Return the results of `n` cycles of each text, whose `How` is the same.
+
+        They are fewer where a text has a token of its `ends`, or logits that are not finite.
+        """
         begin = time.perf_counter()
-        tensors, corpus, keep, needed = DraftTensors(), list[Tensor](), 0.0, None
-        head, rule, is_noisy = None, (0, Thresholds()), False
-        if spec.shape is not None and isinstance(drafter, LOOKING_UP):
-            lookup = drafter.lookup
-            tensors = tensors._replace(table=lookup.table, kept=lookup.last)
-            corpus = [] if lookup.corpus is None else [*lookup.corpus.index]
-            keep, needed = drafter.lookup_threshold, drafter.head_gain
-        if spec.shape is not None and isinstance(drafter, EagleDrafter):
-            text = Text(state, drafter, spec)
-            head, rule, is_noisy = self._draft.of(drafter.head), text.rule, text.is_noisy
-            keys, values = drafter.cache.layers[0]
-            tensors = tensors._replace(target_ids=drafter.target_ids, keys=keys, values=values)
+        how, state = How.of(texts[0]), texts[0].state
+        native = None if how.head is None else self._draft.of(how.head)
+        samplings = [self._finish.sampling(text.state, text.spec.kind) for text in texts]
         cycles = self._verify.cycles(
             ends,
             n,
-            None if head is None else head.weights,
-            self._finish.tensors(state),
-            self._finish.sampling(state, spec.kind),
-            tensors,
-            corpus,
+            None if native is None else native.weights,
+            [tensor for text in texts for tensor in self._finish.tensors(text.state)],
+            [tensor for sampling in samplings for tensor in sampling],
+            [tensor for text in texts for tensor in _drafting(text, how)],
+            None if how.head is None else texts[0].eagle.target_ids,
+            [] if how.corpus is None else [*how.corpus.index],
             LONGEST_MATCH,
-            spec.depth,
-            rule[0],
-            spec.width,
-            is_noisy,
-            keep,
-            needed,
-            *rule[1],
+            how.depth,
+            how.head_depth,
+            how.width,
+            how.keep,
+            how.needed,
+            *how.thresholds,
             state.aux_layers,
         )
-        own = sum(ms for _, (*_, ms), _, _ in cycles)
-        shared = (1e3 * (time.perf_counter() - begin) - own) / len(cycles)
+        alone, passes = len(texts) == 1, len(cycles[0])
+        own = sum(ms for _, (*_, ms), _, _ in cycles[0])
+        shared = (1e3 * (time.perf_counter() - begin) - own) / passes
         return [
-            Done(
-                result[:-2],
-                result[-2],
-                result[-1],
-                draft_ms / 1e3,
-                verify_ms / 1e3,
-                extended,
-                tuple(promised),
-                ms=ms + shared,
-            )
-            for result, (draft_ms, verify_ms, ms), extended, promised in cycles
+            [
+                Done(
+                    result[:-2],
+                    result[-2],
+                    result[-1],
+                    draft_ms / 1e3,
+                    verify_ms / 1e3 if alone else None,
+                    extended,
+                    tuple(promised),
+                    alone,
+                    ms + shared,
+                )
+                for result, (draft_ms, verify_ms, ms), extended, promised in of_text
+            ]
+            for of_text in cycles
         ]
 
 
 class CpuRunner(Runner):
     """Runner that launches several cycles before it runs them, where one call may run them.
 
-    They are run when the first of them is read; `ready` is how many others have been run.
+    They are run when the first of them is read, or where they wait for those of others, by
+    `run_queued`; `ready` is how many have been run.
     """
 
     def __init__(self, backend: Backend, state: DecodeState) -> None:
+        self.queued: list[Launch] = []  # in order
         super().__init__(backend, state)
-        self._queued: list[Launch] = []
         self._done: deque[Done] = deque()
         self._last: tuple[object, ...] = ()  # variant of the cycle, and the pieces
         self._runs: NativeCycles | None = None  # what runs several cycles of this variant
@@ -128,33 +163,51 @@ class CpuRunner(Runner):
         return self.waits and self.accompanied
 
     @property
+    def waiting(self) -> Launch | None:
+        return self.queued[0] if self.queued and self.defers else None
+
+    @waiting.setter
+    def waiting(self, launch: Launch | None) -> None:
+        """Do nothing: a launch waits where it is queued."""
+
+    @property
     def ready(self) -> int:
         return len(self._done)
 
     def launch(
         self, spec: CycleSpec, drafter: Drafter | None, processor: LogitsProcessor | None = None
     ) -> None:
-        if self.defers:
-            super().launch(spec, drafter, processor)
-        elif processor is None and self._cycles(spec, drafter) is not None:
-            self._queued.append(Launch(spec, drafter, processor))
+        launch = Launch(spec, drafter, processor)
+        if self.defers or self.cycles(launch) is not None:
+            self.queued.append(launch)
         else:
             self._run_queued()
             self.at_once = 1
-            begin = time.perf_counter()
-            self.run(Launch(spec, drafter, processor))
-            done = super().read()
-            self._done.append(done._replace(ms=1e3 * (time.perf_counter() - begin)))
+            self.run(launch)
+
+    def take(self) -> Launch:
+        self.at_once = 1
+        return self.queued.pop(0)
+
+    def run(self, launch: Launch) -> None:
+        begin = time.perf_counter()
+        super().run(launch)
+        done = super().read()
+        self._done.append(done._replace(ms=1e3 * (time.perf_counter() - begin)))
+
+    def finish(self, launch: Launch, proposal: Proposal, output: Output) -> None:
+        super().finish(launch, proposal, output)
+        self._done.append(super().read())
 
     def read(self) -> Done:
-        if not self._done:
+        if self._failure is None and not self._done:
             self._run_queued()
-        return self._done.popleft() if self._done else super().read()
+        return self._done.popleft() if self._failure is None else super().read()
 
     def drop(self, specs: Sequence[CycleSpec] = ()) -> bool:
         super().drop(specs)
         drafted = any(done.extended for done in self._done)
-        self._queued.clear()
+        self.queued.clear()
         self._done.clear()
         return drafted
 
@@ -162,29 +215,59 @@ class CpuRunner(Runner):
         super().forget()
         self._last = ()
 
-    def _cycles(self, spec: CycleSpec, drafter: Drafter | None) -> NativeCycles | None:
+    def cycles(self, launch: Launch) -> NativeCycles | None:
         """Return what runs several cycles of this variant by one call; None: nothing does."""
-        pieces = self.usual
-        variant = spec, drafter, pieces
+        usual, (spec, drafter, processor) = self.usual, launch
+        if processor is not None:
+            return None
+        variant = spec, drafter, usual
         if not self._last or any(a is not b for a, b in zip(variant, self._last, strict=True)):
-            cycles = NativeCycles.of(pieces)
-            is_compiled = variant_of(drafter, spec) in self.compiled
-            runs = cycles is not None and not is_compiled and cycles.runs(drafter, spec)
+            cycles = NativeCycles.of(self.compiled.get(variant_of(drafter, spec), usual))
+            runs = cycles is not None and cycles.runs(drafter, spec)
             self._last, self._runs = variant, cycles if runs else None
         return self._runs
 
+    def leading(self) -> int:
+        """Return the number of first queued cycles that one call runs: those of one variant."""
+        if not self.queued or self.cycles(first := self.queued[0]) is None:
+            return 0
+        others = (i for i, launch in enumerate(self.queued) if launch != first)
+        return next(others, len(self.queued))
+
+    def took(self, done: Sequence[Done]) -> None:
+        """Take the results of the first queued cycles."""
+        self._done += done
+        del self.queued[: len(done)]
+        mean = sum(one.ms or 0.0 for one in done) / len(done)
+        self.at_once = max(1, min(MOST_CYCLES, int(CALL_MS / max(mean, 0.01))))
+
     def _run_queued(self) -> None:
         """Run the queued cycles, all of them unless the answer ends before."""
-        while queued := self._queued:
-            variant = spec, drafter = queued[0][:2]
-            others = (i for i, launch in enumerate(queued) if launch[:2] != variant)
-            n = next(others, len(queued))
-            cycles = self._cycles(spec, drafter)
-            assert cycles is not None, "see launch"
-            done = cycles.run(self.state, drafter, spec, self.ends, n)
-            self._done += done
-            del queued[: len(done)]
-            mean = sum(one.ms or 0.0 for one in done) / len(done)
-            self.at_once = max(1, min(MOST_CYCLES, int(CALL_MS / max(mean, 0.01))))
-            if len(done) < n:
+        while self.queued:
+            n = self.leading()
+            if not n:
+                self.run(self.take())
+            elif run_queued([self]) < n:
                 return
+
+
+def run_queued(runners: Sequence[CpuRunner]) -> int:
+    """Run the first queued cycles of all runners by one call; return how many of each it has run.
+
+    0: no call can, as they are not alike, or not run by kernels alone.
+    """
+    first = runners[0]
+    n = min(runner.leading() for runner in runners)
+    launches = [runner.queued[0] for runner in runners]
+    texts = [
+        Text(r.state, launch.drafter, launch.spec)
+        for r, launch in zip(runners, launches, strict=True)
+    ]
+    alike = len(texts) == 1 or len({(How.of(text), text.state.aux_layers) for text in texts}) == 1
+    cycles = first.cycles(launches[0])
+    if cycles is None or not n or not alike or len(texts) > MAX_ROWS:
+        return 0
+    done = cycles.run(texts, [runner.ends for runner in runners], n)
+    for runner, own in zip(runners, done, strict=True):
+        runner.took(own)
+    return len(done[0])

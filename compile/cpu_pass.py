@@ -7,9 +7,9 @@ operations is several times slower than in a loop without them. References: `cyc
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -77,9 +77,9 @@ class NativePass:
         )
         return Output(logits, features, aux_states if state.aux_layers else None)
 
-    def cycles(self, ends: Sequence[int], n: int, *how: Any) -> list[Any]:
-        """Return the results of `n` cycles of one sequence: `cycles` in `quant/cpu/ops.cpp`."""
-        results: list[Any] = self._target.cycles(*how, self._weight, ends, n)
+    def cycles(self, ends: Sequence[Sequence[int]], n: int, *how: Any) -> list[list[Any]]:
+        """Return the results of `n` cycles of each text: `cycles` in `quant/cpu/ops.cpp`."""
+        results: list[list[Any]] = self._target.cycles(*how, self._weight, ends, n)
         return results
 
     def together(
@@ -114,10 +114,9 @@ class NativeFinish:
     """
 
     def __init__(self) -> None:
-        # The last state, and those of its tensors that never change: its attributes cost time in
-        # each cycle. A cache may change, and must not outlive its sequence here.
-        self._of: weakref.ref[DecodeState] | None = None
-        self._fixed: dict[str, Tensor] = {}
+        # Tensors of states that never change: attributes cost time in each cycle. A cache may
+        # change, and must not outlive its sequence here.
+        self._fixed: WeakKeyDictionary[DecodeState, dict[str, Tensor]] = WeakKeyDictionary()
 
     def __call__(
         self, state: DecodeState, spec: CycleSpec, proposal: Proposal, output: Output
@@ -140,11 +139,11 @@ class NativeFinish:
 
     def tensors(self, state: DecodeState) -> State:
         """Return the tensors of a state."""
-        if self._of is None or self._of() is not state:
-            self._of = weakref.ref(state)
+        fixed = self._fixed.get(state)
+        if fixed is None:
             names = ("seq_len", "root", "count", "tokens", "text", "result")
-            self._fixed = {name: getattr(state, name) for name in names}
-        return State(**self._fixed, features=state.features, rows=state.cache.rows)
+            self._fixed[state] = fixed = {name: getattr(state, name) for name in names}
+        return State(**fixed, features=state.features, rows=state.cache.rows)
 
     def sampling(self, state: DecodeState, kind: SamplingMode) -> Sampling:
         """Return the tensors that a sampling mode reads."""

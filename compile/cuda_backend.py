@@ -23,9 +23,10 @@ from fasteagle.compile.graphs import CapturedRunner
 from fasteagle.compile.tree_attention import OPS, has_kernel, has_triton
 from fasteagle.config import ModelConfig
 from fasteagle.decoding import cycle
+from fasteagle.decoding.backend import Advice, Backend
 from fasteagle.decoding.cycle import EAGER, Pieces
 from fasteagle.decoding.launch import Capture, Launch
-from fasteagle.decoding.runner import Advice, Backend, Runner
+from fasteagle.decoding.runner import Runner
 from fasteagle.drafting.base import Drafter, DraftOps
 from fasteagle.drafting.draft_head import under_mask
 from fasteagle.drafting.eagle import EagleDrafter

@@ -19,9 +19,10 @@ from fasteagle.compile.cuda_graphs import CudaGraphs, PinnedPlace
 from fasteagle.compile.precompile import compile_ahead, compile_launches
 from fasteagle.compile.short_prompts import ROWS, Encoded, ShortPasses
 from fasteagle.compile.split_cycles import SplitCycle, capture_split
+from fasteagle.decoding.backend import Backend
 from fasteagle.decoding.cycle import Pieces, decode_cycle
 from fasteagle.decoding.launch import Done, Launch, drop_others, head_config, variant_of
-from fasteagle.decoding.runner import Backend, Runner
+from fasteagle.decoding.runner import Runner
 from fasteagle.drafting.base import Drafter
 from fasteagle.errors import first_line, is_out_of_memory
 from fasteagle.logits import LogitsProcessor

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fasteagle.compile.cuda_ops import draw, move_rows, relate
 from fasteagle.compile.short_prompts import ROWS
-from fasteagle.decoding.runner import Backend
+from fasteagle.decoding.backend import Backend
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.draft_head import HeadDrafter, RankingDrafter
 from fasteagle.drafting.fused import FusedDrafter

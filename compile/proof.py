@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from fasteagle.compile.tree_attention import has_triton
+from fasteagle.decoding.backend import Backend
 from fasteagle.decoding.cycle import EAGER
-from fasteagle.decoding.runner import Backend
 from fasteagle.device import cpu_field, device_name
 from fasteagle.drafting.base import DraftOps
 from fasteagle.drafting.eagle import EagleDrafter

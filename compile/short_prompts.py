@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fasteagle.compile.cuda_pass import at_least, send
 from fasteagle.compile.split_cycles import SharedRuns
+from fasteagle.decoding.backend import Backend
 from fasteagle.decoding.launch import Capture
-from fasteagle.decoding.runner import Backend
 from fasteagle.state import DecodeState
 from fasteagle.tree import TreeView
 

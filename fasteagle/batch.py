@@ -35,37 +35,39 @@ class _Running(Generic[Item]):
     engine: Engine
     items: Generator[Item]
     n_tokens: int
+    awaited: bool  # whether somebody reads its tokens as they come
     begun: bool = False  # whether its prompt is computed
 
 
 @torch.no_grad()
-def run_together(runners: Sequence[Runner]) -> None:
+def run_together(runners: Sequence[Runner]) -> int:
     """Run the cycles that wait in `runners`, with one pass over the rows of all of them.
 
-    Where the pass fails, each runner's `read` raises the reason; where the end of one cycle fails,
-    only the `read` of its own. An interruption is raised here, and no runner has a result then.
+    Returns the number of such passes. Where one fails, each runner's `read` raises the reason;
+    where the end of one cycle fails, only the `read` of its own. An interruption is raised here,
+    and no runner has a result then.
     """
     backend = runners[0].backend
-    launches = [launch for runner in runners if (launch := runner.waiting) is not None]
-    assert len(launches) == len(runners), "the caller gives the runners that wait"
-    for runner in runners:
-        runner.waiting = None
     try:
+        if n := backend.run_queued(runners):
+            return n
+        launches = [runner.take() for runner in runners]
         if len(runners) == 1:
             runners[0].run(launches[0])
-            return
+            return 1
         proposals = backend.draft_together(runners, launches)
         states, capture = [runner.state for runner in runners], runners[0].capture_pass
         outputs = backend.verify_together(states, proposals, capture)
     except Exception as error:
         for runner in runners:
             runner.fail(error)
-        return
+        return 1
     for i, runner in enumerate(runners):
         try:
             runner.finish(launches[i], proposals[i], outputs[i])
         except Exception as error:
             runner.fail(error)
+    return 1
 
 
 class Batch(Generic[Key, Item]):
@@ -102,11 +104,14 @@ class Batch(Generic[Key, Item]):
         prompt: Sequence[int],
         n_tokens: int,
         start: Callable[[Engine], Generator[Item]],
+        *,
+        awaited: bool = True,
     ) -> None:
         """Begin the answer that `start` returns; `step` names it `key`.
 
-        Its text, `prompt` included, has at most `n_tokens`. Raises `NoRoomError` where memory for
-        them is short.
+        Its text, `prompt` included, has at most `n_tokens`. Prompts go before answers under way of
+        which none is `awaited`: passes that more of them share cost little more. Raises
+        `NoRoomError` where memory for them is short.
         """
         engine = self._engine_for(prompt)
         first = self.engines[0].drafter
@@ -119,7 +124,7 @@ class Batch(Generic[Key, Item]):
             self._shared = True
             self.engines[0].compile_shared()
         engine.runner.waits = True
-        self._running[key] = _Running(engine, start(engine), n_tokens)
+        self._running[key] = _Running(engine, start(engine), n_tokens, awaited)
         self._regroup()
 
     def _engine_for(self, prompt: Sequence[int]) -> Engine:
@@ -169,18 +174,17 @@ class Batch(Generic[Key, Item]):
     def _step(self, paused: Collection[Key]) -> list[tuple[Key, Item | Exception | None]]:
         going = {key: run for key, run in self._running.items() if key not in paused}
         decoding = {key: run for key, run in going.items() if run.begun}
+        prompts = [key for key in going if key not in decoding]
+        if prompts and not any(run.awaited for run in decoding.values()):
+            return self._advance(prompts[0])
         begin = time.perf_counter()
         runners = [run.engine.runner for run in decoding.values()]
         waiting = [runner for runner in runners if runner.waiting is not None]
-        if waiting:
-            run_together(waiting)
+        passes = run_together(waiting) if waiting else 0
         items = [item for key in decoding for item in self._advance(key)]
-        self._company.end_pass(1e3 * (time.perf_counter() - begin))
-        prompts = [key for key in going if key not in decoding]
+        self._company.end_passes(passes, 1e3 * (time.perf_counter() - begin))
         if not prompts:
             self._credit = 0.0
-        elif not decoding:
-            items += self._advance(prompts[0])
         else:
             now = time.perf_counter()
             self._credit += now - begin

@@ -15,9 +15,9 @@ from collections.abc import Callable, Generator, Sequence
 import torch
 from torch import Tensor
 
+from fasteagle.decoding.backend import Backend
 from fasteagle.decoding.context import MAX_TREE_ROWS, Context
 from fasteagle.decoding.launch import Done
-from fasteagle.decoding.runner import Backend
 from fasteagle.decoding.stats import Stats
 from fasteagle.device import unless_short
 from fasteagle.drafting.base import Drafter
@@ -200,8 +200,8 @@ class Engine(Context):
         last_read = 0.0
         try:
             while True:
-                is_free = processor is None and not self.runner.defers
-                n = self.runner.ahead + self.runner.at_once if is_free else 1
+                ahead = 0 if self.runner.defers else self.runner.ahead
+                n = ahead + self.runner.at_once if processor is None else 1
                 n = min(n, most - self.stats.new_tokens)
                 while len(launched) < n and not self.runner.ready:
                     spec = self._next_spec(kind, launched, speculate)

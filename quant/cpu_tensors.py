@@ -108,13 +108,14 @@ class CorpusIndex(NamedTuple):
 
 
 class DraftTensors(NamedTuple):
-    """What drafts the chains of some cycles: a lookup's table and last proposal, a draft head.
+    """What drafts the chains of some cycles of a text: a lookup's table and last proposal, a head.
 
-    Of the head: the target's ids of its tokens, its keys and values.
+    Of the draft head: its keys and values, and what its noise is made of, if it has any.
     """
 
     table: Tensor | None = None
     kept: Tensor | None = None
-    target_ids: Tensor | None = None
     keys: Tensor | None = None
     values: Tensor | None = None
+    temperature: Tensor | None = None
+    seed: Tensor | None = None

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from families import TINY_SHAPE, TINY_VOCAB, hf_class
 from fasteagle.config import Eagle3Config, HeadConfig, ModelConfig
-from fasteagle.decoding.runner import Backend
+from fasteagle.decoding.backend import Backend
 from fasteagle.drafting.base import Tuning
 from fasteagle.drafting.costs import Costs
 from fasteagle.drafting.eagle import EagleDrafter

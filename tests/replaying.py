@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fasteagle.compile.graphs import CapturedRunner
-from fasteagle.decoding.runner import Backend
+from fasteagle.decoding.backend import Backend
 
 
 class NoHostReads(TorchDispatchMode):

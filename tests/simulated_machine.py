@@ -130,7 +130,7 @@ class Machine:
                 rows, written = rows + outcome.drafted, written + 1 + outcome.accepted
             self.begin_pass(drafted > before)
             ms += self.noisy(sum(map(self.true.verify, passes_of(rows))))
-            company.end_pass(ms)
+            company.end_passes(1, ms)
             spent += ms
         self.drafted = drafted
         return written / spent / (n / (self.true.verify(n) + self.true.other))

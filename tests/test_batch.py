@@ -264,12 +264,37 @@ def test_the_time_of_a_shared_pass_is_not_that_of_the_answer_that_remains(native
     engine.use(fused(engine, tmp_path))
     several, seen, learn = Batch(engine, 2), [], engine.drafter.policy.learn
     engine.drafter.policy.learn = lambda *cycle: (seen.append(cycle[1]), learn(*cycle))
-    begin(several, 0, ([9, 10], SamplingParams(), 6))
-    begin(several, 1, ([9, 11], SamplingParams(), 20))
+    begin(several, 0, ([9, 10], SamplingParams(), 30))
+    begin(several, 1, ([9, 11], SamplingParams(), 60))
     while several.running:
         several.step()
     shared = [outcome.ms for outcome in seen if outcome.verify_ms is None]
-    assert shared == [None] and len(seen) > 1
+    assert shared and not any(shared) and len(seen) > len(shared)
+
+
+@pytest.mark.parametrize("awaited", [True, False])
+def test_prompts_go_before_answers_that_nobody_waits_for(awaited):
+    target = random_target(tiny_config())
+    target.init_rope(4096, "cpu")
+    several, texts = Batch(Engine(target, 4096), 2), {0: [], 1: []}
+    prompts = [9] * 5, [9, 10, 11] * 1000
+    job = SamplingParams(), 40, EOS
+
+    def start(key, limit, awaited):
+        several.begin(
+            key, prompts[key], limit, lambda own: own.generate(prompts[key], *job), awaited=awaited
+        )
+
+    start(0, 64, awaited)
+    while len(texts[0]) < 5:
+        texts[0] += [token for _, new in several.step() for token in new or []]
+    start(1, 4096, awaited=False)
+    meanwhile = 0
+    while not texts[1]:
+        for key, new in several.step():
+            texts[key] += new or []
+            meanwhile += len(new or []) if key == 0 else 0
+    assert (meanwhile > 0) == awaited
 
 
 def test_caches_grow_with_the_longest_text():

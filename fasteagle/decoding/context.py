@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fasteagle.decoding.backend import Backend
 from fasteagle.decoding.launch import head_config
-from fasteagle.decoding.runner import Backend
 from fasteagle.device import unless_short
 from fasteagle.drafting.base import Drafter
 from fasteagle.errors import EngineError, FasteagleError, shown

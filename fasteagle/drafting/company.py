@@ -10,6 +10,7 @@ not faster, all sequences decode plainly for some time.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 
 from fasteagle.drafting.pauses import BLOCK, FIRST_DISTANCE, LONGEST_PAUSE, Pauses, PlainBlocks
 from fasteagle.drafting.policy import (
@@ -39,7 +40,7 @@ class Speed:
         weight = PRIOR_CYCLES if ms else 0.0
         self._n, self._accepted, self._ms = n, Average(accepted, weight), Average(ms, weight)
 
-    def add(self, accepted: int, ms: float) -> None:
+    def add(self, accepted: float, ms: float) -> None:
         """Observe a pass."""
         if self.is_known:
             ms = min(ms, INTERRUPTION * self._ms.mean())
@@ -85,7 +86,7 @@ class Sharing:
 
 
 class Company:
-    """Policy that the drafters of all sequences in a batch share; `end_pass` ends each pass.
+    """Policy that the drafters of all sequences in a batch share; `end_passes` ends them.
 
     `policy` is that of a sequence alone, with its measured costs; None: they are not known yet, and
     only plain decoding is safe. The draft head of gated chains pauses while they have brought less
@@ -146,16 +147,32 @@ class Company:
             self._now.gain.add(outcome.accepted - ms * self._speed)
         self._now.pauses.count()
 
-    def end_pass(self, ms: float) -> None:
-        """Observe that a pass, with all around it, took `ms`; set the prices of the next one."""
+    def end_passes(self, passes: int, ms: float) -> None:
+        """Observe that `passes`, with all around them, took `ms`; set the prices of the next one.
+
+        They are alike, but for texts that ended in one of them.
+        """
         shapes, accepted = self._shapes, self._accepted
         self._shapes, self._accepted = Counter(), 0
-        n = shapes.total()
-        if not n or self.policy is None:
+        if not shapes or not passes or self.policy is None:
             return
+        n = -(-shapes.total() // passes)
         if n not in self._all:
             self._all[n] = Sharing(n, self.policy, self._now.blocks.distance)
-        own = self._now = self._all[n]
+            if self._now.gain is not None:  # till it is known better, the head is worth as much
+                self._all[n].gain = Average(self._now.gain.mean())
+        self._now = self._all[n]
+        for _ in range(passes):
+            self._end_pass(self.policy, self._now, shapes, accepted / passes, ms / passes)
+
+    def _end_pass(
+        self,
+        policy: Policy,
+        own: Sharing,
+        shapes: Collection[AnyShape | None],
+        accepted: float,
+        ms: float,
+    ) -> None:
         # Where some sequences may not draft, a pass is one of those that do.
         kinds = [shape for shape in shapes if shape is not None]
         if kinds:
@@ -163,10 +180,10 @@ class Company:
         else:
             own.blocks.add(ms)
         if len(kinds) == 1:
-            self._kind(self.policy, own, kinds[0]).add(accepted, ms)
-        if self.policy.is_gated:
-            self._set_prices(self.policy, own)
-        self._rest_or_draft(self.policy, own, bool(kinds))
+            self._kind(policy, own, kinds[0]).add(accepted, ms)
+        if policy.is_gated:
+            self._set_prices(policy, own)
+        self._rest_or_draft(policy, own, bool(kinds))
 
     def _kind(self, policy: Policy, own: Sharing, shape: AnyShape) -> Speed:
         """Return the passes with trees of `shape`."""

@@ -136,36 +136,39 @@ std::tuple<Tensor, Tensor, double> look_up_chain(const Tensor& text, const Tenso
   return {tokens, paths, copied.gain};
 }
 
-// See `run_cycles` in cycles.h. `drafting` holds a lookup's table and last proposal, the target ids
-// of a draft head's tokens, its keys and values; `corpus` a lookup's documents. Each is empty or
-// None where there is none.
-std::vector<Cycle> cycles(const c10::intrusive_ptr<Target>& target,
-                          const std::optional<c10::intrusive_ptr<Head>>& head,
-                          std::vector<Tensor> state_, const OptionalTensors& sampling,
-                          const OptionalTensors& drafting_, std::vector<Tensor> corpus,
-                          int64_t longest, int64_t depth, int64_t head_depth, int64_t width,
-                          bool noisy, double keep, std::optional<double> needed,
-                          std::vector<double> verify, std::vector<double> expand,
-                          std::vector<int64_t> aux_layers, const Tensor& features_like,
-                          std::vector<int64_t> ends, int64_t n) {
-  const DraftTensors given = named<DraftTensors>(drafting_);
-  Drafting drafting;
-  drafting.head = head ? head->get() : nullptr;
-  if (given.table.defined()) drafting.lookup.emplace(given.table, given.kept, corpus, longest);
-  drafting.target_ids = given.target_ids;
-  drafting.keys = given.keys;
-  drafting.values = given.values;
-  drafting.depth = depth;
-  drafting.head_depth = head_depth;
-  drafting.width = width;
-  drafting.noisy = noisy;
-  drafting.keep = keep;
-  drafting.needed = needed;
-  drafting.verify = std::move(verify);
-  drafting.expand = std::move(expand);
-  State state = named<State>(at::TensorList(state_));
-  return run_cycles(*target, drafting, state, named<Sampling>(sampling), aux_layers, features_like,
-                    ends, n);
+// See `run_cycles` in cycles.h. `states`, `samplings` and `drafting` have the tensors of one text
+// after those of another, `ends` an entry of each. `drafting` holds a lookup's table and last
+// proposal, the draft head's keys and values, and what its noise is made of; `corpus` a lookup's
+// documents; `target_ids` those of the head's tokens. Each is empty or None where there is none.
+std::vector<std::vector<Cycle>> cycles(
+    const c10::intrusive_ptr<Target>& target, const std::optional<c10::intrusive_ptr<Head>>& head,
+    std::vector<Tensor> states, const OptionalTensors& samplings, const OptionalTensors& drafting,
+    const std::optional<Tensor>& target_ids, std::vector<Tensor> corpus, int64_t longest,
+    int64_t depth, int64_t head_depth, int64_t width, double keep, std::optional<double> needed,
+    std::vector<double> verify, std::vector<double> expand, std::vector<int64_t> aux_layers,
+    const Tensor& features_like, std::vector<std::vector<int64_t>> ends, int64_t n) {
+  const std::vector<State> each_state = each_named<State>(at::TensorList(states));
+  const size_t B = each_state.size();
+  const std::vector<Sampling> each_sampling = each_named<Sampling>(samplings);
+  const std::vector<DraftTensors> each_drafting = each_named<DraftTensors>(drafting);
+  TORCH_CHECK(each_sampling.size() == B && each_drafting.size() == B && ends.size() == B && n >= 1,
+              "state, sampling, drafting and ends of each text");
+  std::vector<Writing> texts;
+  for (size_t i = 0; i < B; i++) {
+    const DraftTensors& own = each_drafting[i];
+    texts.push_back({each_state[i], each_sampling[i], own, std::nullopt, std::move(ends[i])});
+    if (own.table.defined()) texts[i].lookup.emplace(own.table, own.kept, corpus, longest);
+  }
+  const Drafting how{head ? head->get() : nullptr,
+                     target_ids.value_or(Tensor()),
+                     depth,
+                     head_depth,
+                     width,
+                     keep,
+                     needed,
+                     std::move(verify),
+                     std::move(expand)};
+  return run_cycles(*target, how, texts, aux_layers, features_like, n);
 }
 
 // RMSNorm of fp32 rows [T, D] with weight [D] (fp32), independent for each row.

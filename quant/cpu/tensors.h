@@ -68,10 +68,10 @@ struct Sampling {
   Tensor temperature, seed, top_k, top_p, min_p, penalty, seen;
 };
 
-// What drafts the chains of some cycles: see `cycles` in ops.cpp.
+// What drafts the chains of some cycles of a text: see `cycles` in ops.cpp.
 struct DraftTensors {
-  static constexpr std::string_view FIELDS = "table kept target_ids keys values";
-  Tensor table, kept, target_ids, keys, values;
+  static constexpr std::string_view FIELDS = "table kept keys values temperature seed";
+  Tensor table, kept, keys, values, temperature, seed;
 };
 
 // Documents for lookup, with their index: `Corpus` in drafting/lookup.py.
@@ -89,8 +89,8 @@ inline Tensor tensor_at(const OptionalTensors& list, size_t i) {
 }
 
 template <class Named, class List, size_t... i>
-Named named(const List& list, std::index_sequence<i...>) {
-  return {tensor_at(list, i)...};
+Named named(const List& list, size_t first, std::index_sequence<i...>) {
+  return {tensor_at(list, first + i)...};
 }
 
 // Returns the tensors of `list` under their names; raises unless there is one for each.
@@ -99,16 +99,17 @@ Named named(const List& list) {
   constexpr size_t n = n_fields<Named>;
   static_assert(sizeof(Named) == n * sizeof(Tensor), "a name for each member");
   TORCH_CHECK(list.size() == n, n, " tensors: ", Named::FIELDS);
-  return named<Named>(list, std::make_index_sequence<n>());
+  return named<Named>(list, 0, std::make_index_sequence<n>());
 }
 
 // Returns one struct for each part of a list that holds several, one after the other.
-template <class Named>
-std::vector<Named> each_named(at::TensorList list) {
+template <class Named, class List>
+std::vector<Named> each_named(const List& list) {
   constexpr size_t n = n_fields<Named>;
   TORCH_CHECK(!list.empty() && list.size() % n == 0, n, " tensors of each: ", Named::FIELDS);
   std::vector<Named> all;
-  for (size_t i = 0; i < list.size(); i += n) all.push_back(named<Named>(list.slice(i, n)));
+  for (size_t i = 0; i < list.size(); i += n)
+    all.push_back(named<Named>(list, i, std::make_index_sequence<n>()));
   return all;
 }
 

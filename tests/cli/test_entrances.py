@@ -13,7 +13,8 @@ from click.testing import CliRunner, _NamedTextIOWrapper
 
 from fasteagle.cli import main as cli
 from fasteagle.compile import graphs
-from fasteagle.decoding.runner import Backend, Runner
+from fasteagle.decoding.backend import Backend
+from fasteagle.decoding.runner import Runner
 from fasteagle.loading import open as opening
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.heads.write import save_head

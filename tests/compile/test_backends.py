@@ -12,7 +12,7 @@ import torch
 
 from fasteagle.compile.cpu_backend import CpuBackend
 from fasteagle.config import MoEConfig
-from fasteagle.decoding.runner import Backend
+from fasteagle.decoding.backend import Backend
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.drafting.ngram import NgramDrafter

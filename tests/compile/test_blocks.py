@@ -10,7 +10,7 @@ import torch
 from fasteagle.compile import BlockCompiler, blocks
 from fasteagle.compile.blocks import start_compiler
 from fasteagle.compile.cycles import compile_part
-from fasteagle.decoding.runner import Backend
+from fasteagle.decoding.backend import Backend
 from fasteagle.generate import Engine
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.model import PromptView, Target, causal_mask

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from fasteagle.batch import Batch
 from fasteagle.compile import cpu_cycles
 from fasteagle.compile.cpu_backend import CpuBackend
 from fasteagle.compile.cpu_cycles import MOST_CYCLES, CpuRunner, NativeCycles
+from fasteagle.compile.cycles import CycleCompiler
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.fused import FusedDrafter
@@ -57,7 +60,7 @@ def calls(monkeypatch):
 
     def counted(*how):
         done = run(*how)
-        sizes.append(len(done))
+        sizes.append(len(done[0]))
         return done
 
     monkeypatch.setattr(NativeCycles, "run", counted)
@@ -96,7 +99,7 @@ def engine_of(target: Transformer, drafter: Drafter | None = None) -> Engine:
 
 
 def one_by_one(monkeypatch) -> None:
-    monkeypatch.setattr(CpuRunner, "_cycles", lambda self, spec, drafter: None)
+    monkeypatch.setattr(CpuRunner, "cycles", lambda self, launch: None)
 
 
 def chunks_of(engine: Engine, params=PARAMS[0], n=90, eos=frozenset(), prompt=(1, 2, 3), **more):
@@ -195,6 +198,17 @@ def test_cycles_of_a_call_are_as_many_as_have_time(target, calls, monkeypatch):
     assert {*calls} == {1}
 
 
+def test_kernels_that_leave_nothing_to_compile_run_several_cycles(target, calls):
+    """What the tuner compiles for a policy's chains are the kernels' own pieces."""
+    engine = engine_of(target, drafter_of(target, "fused eagle3"))
+    compiler = CycleCompiler(engine)
+    compiler.compile()
+    compiler.apply()
+    assert engine.runner.compiled
+    chunks_of(engine)
+    assert max(calls) == MOST_CYCLES
+
+
 def test_the_time_of_a_cycle_is_its_own(target):
     outcomes = []
     drafter = drafter_of(target, "fused eagle3")
@@ -240,9 +254,9 @@ def test_a_cycle_after_a_pause_reads_few_pairs(target, monkeypatch):
     """What the head has missed in a pause is no part of what its chain costs."""
     counts, run = [], NativeCycles.run
 
-    def counted(cycles, state, drafter, spec, ends, n):
-        done = run(cycles, state, drafter, spec, ends, n)
-        counts.append((int(state.count), [one.extended for one in done]))
+    def counted(cycles, texts, ends, n):
+        done = run(cycles, texts, ends, n)
+        counts.append((int(texts[0].state.count), [one.extended for one in done[0]]))
         if len(counts) == 20:
             monkeypatch.setattr(FusedDrafter, "head_gain", 0.0)
         return done
@@ -278,33 +292,141 @@ def test_caches_do_not_move_back_and_forth(target, monkeypatch):
     assert sizes and min(sizes) > 0 and len(sizes) <= 5
 
 
-@pytest.mark.parametrize("name", ["plain", "fused eagle3"])
-def test_an_answer_alone_and_in_company(target, name, calls):
-    """In a batch an answer alone has calls of several cycles; another one may join it."""
-    drafter = drafter_of(target, name)
-    engine = engine_of(target, drafter)
-    prompts = [[1, 2, 3], [4, 5, 6]]
+def in_company(batch: Batch, starts, joins=()) -> dict[int, list[int]]:
+    """Return the texts that `starts` begin at once; those in `joins` begin when 20 tokens are."""
+    texts: dict[int, list[int]] = {key: [] for key in range(len(starts))}
+    later = list(joins)
+    for key in set(texts) - set(joins):
+        batch.begin(key, [1], 100, starts[key])
+    while batch.running:
+        for key, chunk in batch.step():
+            assert not isinstance(chunk, Exception), chunk
+            texts[key] += chunk or []
+        if later and max(map(len, texts.values())) > 20:
+            batch.begin(key := later.pop(), [1], 100, starts[key])
+    return texts
+
+
+def writing(prompt, params=PARAMS[0], n=90, **more):
+    return lambda own: own.generate(prompt, params, n, **more)
+
+
+JOINT = [(name, PARAMS[(2 * i + j) % 5]) for i, name in enumerate(DRAFTERS) for j in range(2)]
+
+
+@pytest.mark.parametrize(("name", "params"), JOINT, ids=str)
+def test_texts_that_share_passes_share_calls(target, name, params, calls, monkeypatch):
+    """Texts, drafts and caches are those of one pass a call, bit for bit."""
+    prompts = [[1, 2, 3], [4, 5, 6, 7, 4, 5], [9, 8], [11, 30, 31, 32]]
+    kinds = [params, PARAMS[0], params, PARAMS[1]]
+    starts = [
+        writing(p, kind, 60 + 5 * i) for i, (p, kind) in enumerate(zip(prompts, kinds, strict=True))
+    ]
+    records = []
+    for apart in (False, True):
+        if apart:
+            one_by_one(monkeypatch)
+        calls.clear()
+        batch = Batch(engine_of(target, drafter_of(target, name)), 4)
+        texts = in_company(batch, starts)
+        assert apart or max(calls) == MOST_CYCLES
+        for i, own in enumerate(batch.engines):
+            n = len(own.cached)
+            kept = [own.cache.rows[:, :, :n]]
+            if own.drafter is not None:
+                kept += [cache.rows[:, :, : own.shown] for cache in own.drafter.caches]
+            counts = own.stats.passes, own.stats.drafted, own.stats.path_lengths
+            records.append((texts[i], counts, own.shown, [tensor.clone() for tensor in kept]))
+    half = len(records) // 2
+    for one, two in zip(records[:half], records[half:], strict=True):
+        assert one[:3] == two[:3] and all(map(torch.equal, one[3], two[3]))
+    alone = [
+        flat(chunks_of(engine_of(target), kinds[i], 60 + 5 * i, prompt=prompts[i]))
+        for i in range(4)
+    ]
+    assert [record[0] for record in records[:half]] == alone
+
+
+def test_a_text_that_ends_ends_a_call_for_all(target, calls):
+    """By a token, by its length, by what only the host knows; the others go on."""
+    prompts = [[1, 2, 3], [4, 5, 6], [9, 8], [7, 7]]
+    expected = [flat(chunks_of(engine_of(target), prompt=prompt)) for prompt in prompts]
+    last = next(i for i in range(20, 90) if expected[0][i] not in expected[0][:i])
+    count = iter(range(200))
+    starts = [
+        writing(prompts[0], eos_ids=frozenset((expected[0][last],))),
+        writing(prompts[1], n=33),
+        writing(prompts[2], is_last=lambda token: next(count) == 40),
+        writing(prompts[3]),
+    ]
+    texts = in_company(Batch(engine_of(target, drafter_of(target, "fused eagle3")), 4), starts)
+    ends = last + 1, 33, 41, 90
+    assert [*texts.values()] == [text[:n] for text, n in zip(expected, ends, strict=True)]
+    assert max(calls) == MOST_CYCLES
+
+
+def test_texts_that_are_not_alike_share_single_passes(target, calls):
+    """A grammar is asked before each token; a text without drafts has other cycles."""
+    prompts = [[1, 2, 3], [4, 5, 6], [9, 8]]
+    even = flat(chunks_of(engine_of(target), prompt=prompts[1], processor=Even()))
+    expected = [flat(chunks_of(engine_of(target), prompt=prompt)) for prompt in prompts]
+    expected[1] = even[:30]
+    starts = [
+        writing(prompts[0]),
+        writing(prompts[1], n=30, processor=Even()),
+        writing(prompts[2], n=50, speculate=False),
+    ]
+    expected[2] = expected[2][:50]
+    texts = in_company(Batch(engine_of(target, drafter_of(target, "fused eagle3")), 3), starts)
+    assert [*texts.values()] == expected and max(calls) == MOST_CYCLES, "the last one is alone"
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_cycles_that_no_call_runs_share_passes(target, rows, calls):
+    """Trees, and plain passes of two rows; the last text goes on alone."""
+    prompts = [[1, 2, 3], [4, 5, 6], [9, 8]]
     expected = [flat(chunks_of(engine_of(target), prompt=prompt)) for prompt in prompts]
     calls.clear()
-    batch, texts, sizes = Batch(engine, 2), [[], []], []
+    tree = EagleDrafter(head_of(target, "eagle1"), TreeShape(2, 2, 4), 512)
+    engine = engine_of(target, tree if rows == 1 else None)
+    engine.plain_rows = rows
+    starts = [writing(prompts[i], n=(90, 20, 40)[i]) for i in range(3)]
+    texts = in_company(Batch(engine, 3), starts, joins=(2,))
+    assert [*texts.values()] == [expected[0], expected[1][:20], expected[2][:40]] and not calls
 
-    def begin(key):
-        def start(own):
-            return own.generate(prompts[key], PARAMS[0], 90)
 
-        batch.begin(key, prompts[key], 100, start)
+def test_a_text_that_is_joined_shares_the_next_pass(target):
+    """Cycles that it had launched alone wait for the other text's."""
+    several, passes = Batch(engine_of(target), 2), []
+    run = cpu_cycles.run_queued
 
-    begin(0)
-    while batch.running:
-        if len(texts[0]) > 20 and not texts[1] and len(batch.running) == 1:
-            begin(1)
-        for key, chunk in batch.step():
-            texts[key] += chunk or []
-            sizes.append((len(batch.running), sum(calls)))
-    assert texts == expected
-    assert max(calls) > 1, "alone"
-    together = [n for running, n in sizes if running == 2]
-    assert together[0] == together[-1] < sum(calls), "in company a pass is shared"
+    def counted(runners):
+        n = run(runners)
+        passes.append((len(runners), n))
+        return n
+
+    with mock.patch.object(cpu_cycles, "run_queued", counted):
+        several.begin(0, [1], 100, writing([1, 2, 3]))
+        while len(passes) < 4:
+            several.step()
+        assert {*passes[1:]} == {(1, MOST_CYCLES)}
+        several.begin(1, [1], 100, writing([4, 5, 6], n=40))
+        several.step()
+        passes.clear()
+        several.step()
+        several.step()
+    assert [n for n, _ in passes] == [2, 2]
+
+
+def test_a_call_that_fails_ends_all_its_texts(target, monkeypatch):
+    batch = Batch(engine_of(target), 2)
+    for key in range(2):
+        batch.begin(key, [1], 100, writing([1 + key, 2, 3]))
+    batch.step()
+    batch.step()
+    monkeypatch.setattr(NativeCycles, "run", mock.Mock(side_effect=RuntimeError("broken")))
+    errors = [item for _ in range(9) for _, item in batch.step() if isinstance(item, Exception)]
+    assert len(errors) == 2 and not batch.running and "broken" in str(errors[0])
 
 
 def test_what_the_kernels_do_not_run_is_run_cycle_by_cycle(target):

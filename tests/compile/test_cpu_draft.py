@@ -7,8 +7,8 @@ import torch
 
 from fasteagle.compile.cpu_backend import native_step
 from fasteagle.compile.cpu_draft import NativeDraft, Text, can_draft
+from fasteagle.decoding.backend import Backend
 from fasteagle.decoding.cycle import EAGER
-from fasteagle.decoding.runner import Backend
 from fasteagle.drafting.base import DraftOps
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.thresholds import Thresholds

@@ -11,8 +11,8 @@ import torch
 
 from fasteagle.compile.cpu_backend import CpuBackend
 from fasteagle.compile.cpu_pass import NativeFinish
+from fasteagle.decoding.backend import Backend
 from fasteagle.decoding.cycle import EAGER
-from fasteagle.decoding.runner import Backend
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.generate import Engine
 from fasteagle.model import Output

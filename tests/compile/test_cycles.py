@@ -8,7 +8,7 @@ import torch
 from fasteagle.compile.backend import choose_backend
 from fasteagle.compile.blocks import missing_compiler
 from fasteagle.compile.costs import follow_costs
-from fasteagle.decoding.runner import Backend
+from fasteagle.decoding.backend import Backend
 from fasteagle.drafting.base import Tuning
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.fused import FusedDrafter

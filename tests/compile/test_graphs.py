@@ -16,8 +16,8 @@ from fake_cuda import FakeCuda
 from fasteagle.compile.cuda_graphs import CudaGraphs
 from fasteagle.compile.cycles import compiling
 from fasteagle.compile.graphs import COMPILING, CapturedRunner
+from fasteagle.decoding.backend import Backend
 from fasteagle.decoding.cycle import EAGER
-from fasteagle.decoding.runner import Backend
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.generate import Engine
 from fasteagle.model import Target

@@ -9,7 +9,7 @@ import torch
 
 from fasteagle.compile import cpu_blocks, cpu_draft, cpu_pass, proof
 from fasteagle.compile.cpu_backend import CpuBackend
-from fasteagle.decoding.runner import Backend
+from fasteagle.decoding.backend import Backend
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine

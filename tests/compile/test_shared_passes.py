@@ -18,9 +18,9 @@ from fasteagle.compile.cuda_graphs import CudaGraphs
 from fasteagle.compile.cuda_pass import ROWS, SEQUENCES, CudaPass, Shape
 from fasteagle.compile.cycles import CycleCompiler
 from fasteagle.compile.graphs import MOST_KINDS, CapturedRunner
+from fasteagle.decoding.backend import Backend
 from fasteagle.decoding.cycle import EAGER
 from fasteagle.decoding.launch import Launch
-from fasteagle.decoding.runner import Backend
 from fasteagle.decoding.together import verify_together as together_of
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.ngram import NgramDrafter

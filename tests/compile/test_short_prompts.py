@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fasteagle.compile.cuda_backend import CudaBackend
-from fasteagle.decoding.runner import Backend as EagerBackend
+from fasteagle.decoding.backend import Backend as EagerBackend
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.generate import Engine
 from fasteagle.model import Target, Transformer

@@ -9,7 +9,7 @@ import torch
 from click.testing import CliRunner
 
 from fasteagle.cli import main as cli
-from fasteagle.decoding.runner import Backend
+from fasteagle.decoding.backend import Backend
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.drafting.ngram import NgramDrafter
