@@ -18,7 +18,8 @@ from fasteagle import FasteagleError
 from fasteagle.batch import Batch, NoRoomError
 from fasteagle.compile.costs import USUAL, store_costs
 from fasteagle.decoding import context
-from fasteagle.decoding.runner import Backend, Runner
+from fasteagle.decoding.backend import Backend
+from fasteagle.decoding.runner import Runner
 from fasteagle.decoding.stats import Stats
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.generate import Engine
@@ -329,10 +330,10 @@ def test_a_batch_takes_the_room_that_there_is(llm, monkeypatch):
     """Two of the answers fit, whatever `size` is."""
     begin, most = Batch.begin, []
 
-    def short(batch, *arguments):
+    def short(batch, *arguments, **more):
         if len(batch.running) == 2:
             raise NoRoomError("too many")
-        begin(batch, *arguments)
+        begin(batch, *arguments, **more)
         most.append(len(batch.running))
 
     questions = ["hello", "a b a b", "Why?", "one two"]
@@ -353,12 +354,12 @@ def test_a_batch_waits_with_the_rest_where_others_take_the_last_slot(llm, monkey
     alone = [llm.chat(question, max_new_tokens=20).tokens for question in questions]
     others, opening = [], llm.answers._open
 
-    def taken(*arguments):
+    def taken(*arguments, **more):
         if len(llm.answers.running) == 1 and not others:
             others.extend(llm.chat("x", stream=True) for _ in range(llm.answers.size - 1))
             for other in others:
                 next(other)
-        opening(*arguments)
+        opening(*arguments, **more)
 
     monkeypatch.setattr(llm.answers, "_open", taken)
     try:

@@ -51,6 +51,10 @@ class PrefixCache:
         """Number of bytes in use."""
         return sum(entry.n_bytes for entry in self._kept)
 
+    def clear(self) -> None:
+        """Drop all sequences."""
+        self._kept.clear()
+
     @torch.no_grad()
     def turn_to(self, engine: Engine, prompt: Sequence[int], others: Sequence[Engine] = ()) -> None:
         """Give the engine the sequence that shares most with `prompt`; store its present one.

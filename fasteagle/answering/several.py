@@ -71,11 +71,13 @@ class Answers:
         request: AnswerRequest,
         text: str | None = None,
         stats: Stats | None = None,
+        *,
+        awaited: bool = True,
     ) -> None:
         """Begin to answer `request`; `step` names the answer `key`, and fills `stats`.
 
         With the `text` of its prompt, a later text that begins with both reuses their tokens.
-        Raises `NoRoomError` where memory for its text is short.
+        `awaited`: see `Batch.begin`. Raises `NoRoomError` where memory for its text is short.
         """
         batch, begun = self._batch, time.perf_counter()
 
@@ -99,7 +101,7 @@ class Answers:
         try:
             if not batch.running:
                 self._held.enter_context(self._hold(request.params))
-            batch.begin(key, request.prompt, n_tokens, chunks)
+            batch.begin(key, request.prompt, n_tokens, chunks, awaited=awaited)
         finally:
             self._let_go()
 
@@ -123,6 +125,15 @@ class Answers:
         with self._turn():
             for key in self.running:
                 self.end(key)
+
+    def forget(self) -> None:
+        """Forget the texts of earlier answers, so that no prompt begins with a known one.
+
+        No answer may be under way.
+        """
+        for engine in self._batch.engines:
+            engine.restart()
+        self._prefix_cache.clear()
 
     def _let_go(self) -> None:
         """Leave `hold` where no answer is under way."""
@@ -155,7 +166,7 @@ class Answers:
                 while waiting and len(reading) < size and (self.has_room or not reading):
                     i = waiting[0]
                     try:
-                        self._open(keys[i], requests[i], None, stats[i])
+                        self._open(keys[i], requests[i], None, stats[i], awaited=False)
                     except NoRoomError:
                         if not reading:
                             raise
@@ -179,7 +190,13 @@ class Answers:
         return [Answer.of(own, stats, request.params.seed) for own, stats, request in each]
 
     def _open(
-        self, key: Hashable, request: AnswerRequest, text: str | None, stats: Stats | None
+        self,
+        key: Hashable,
+        request: AnswerRequest,
+        text: str | None,
+        stats: Stats | None,
+        *,
+        awaited: bool = True,
     ) -> None:
         with self._turn():
             if not self.has_room:
@@ -187,7 +204,7 @@ class Answers:
                     f"{self.size} answers are under way, and no more run at once: read a stream to "
                     "its end or close it first, or let `fasteagle serve` queue requests"
                 )
-            self.begin(key, request, text, stats)
+            self.begin(key, request, text, stats, awaited=awaited)
             self._unread[key] = deque()
 
     def _read(self, key: Hashable) -> Generator[Chunk]:

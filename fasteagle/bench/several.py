@@ -75,6 +75,7 @@ def measure_sizes(
     for size in with_progress(todo, len(todo), "measured", "sizes", note, lambda: ""):
         for speculate, speeds in ((False, size.plain), (True, size.drafting)):
             asked = requests(speculate)
+            llm.answers.forget()  # prompts count
             begin = time.perf_counter()
             texts = [answer.tokens for answer in llm.answers.all(asked, size.n)]
             speeds.append(sum(map(len, texts)) / (time.perf_counter() - begin))

@@ -41,6 +41,7 @@ class LocalModel:
                 self._tokenizer.eos_ids,
                 is_last=repeats(),
             ),
+            awaited=False,
         )
 
     def replies(self) -> list[tuple[int, Reply | None]]:

@@ -29,6 +29,23 @@ def test_a_table_of_sizes(script, questions, tiny_dir, tmp_path, monkeypatch):
     assert "KV cache; memory is free for" in memory
 
 
+def test_each_run_computes_its_prompts(script, questions, tiny_dir, monkeypatch):
+    monkeypatch.setattr(several, "ROUNDS", 2)
+    real, cached = Answers.all, []
+
+    def counted(self, requests, size):
+        answers = real(self, requests, size)
+        cached.append([answer.stats.cached_tokens for answer in answers])
+        return answers
+
+    monkeypatch.setattr(Answers, "all", counted)
+    arguments = ["--model", tiny_dir, "--data", questions, "--precision", "fp32"]
+    result = script(*arguments, "--batch", "3", "--max-new-tokens", 3, "--no-compile")
+    assert result.exit_code == 0, result.stderr
+    assert not any(counts[0] for counts in cached)
+    assert cached[1:5] == cached[5:] and cached[1:4:2] == cached[2:5:2], "in all rounds, both ways"
+
+
 def test_a_text_that_differs_is_seen(script, questions, tiny_dir, monkeypatch):
     monkeypatch.setattr(several, "ROUNDS", 1)
     real = Answers.all
