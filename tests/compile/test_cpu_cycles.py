@@ -377,8 +377,10 @@ def test_texts_that_are_not_alike_share_single_passes(target, calls):
         writing(prompts[2], n=50, speculate=False),
     ]
     expected[2] = expected[2][:50]
-    texts = in_company(Batch(engine_of(target, drafter_of(target, "fused eagle3")), 3), starts)
+    batch = Batch(engine_of(target, drafter_of(target, "fused eagle3")), 3)
+    texts = in_company(batch, starts)
     assert [*texts.values()] == expected and max(calls) == MOST_CYCLES, "the last one is alone"
+    assert [bool(own.stats.drafted) for own in batch.engines] == [True, True, False]
 
 
 @pytest.mark.parametrize("rows", [1, 2])
