@@ -90,7 +90,8 @@ class Company:
 
     `policy` is that of a sequence alone, with its measured costs; None: they are not known yet, and
     only plain decoding is safe. The draft head of gated chains pauses while they have brought less
-    than their time. What other numbers of sequences have shown does not count.
+    than their time. What other numbers of sequences have shown does not count, but for what the
+    head is worth at first.
     """
 
     def __init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import median
 from unittest import mock
 
 import pytest
@@ -59,8 +60,10 @@ def calls(monkeypatch):
     sizes, run = [], NativeCycles.run
 
     def counted(*how):
-        done = run(*how)
+        done, alone = run(*how), len(how[1]) == 1
         sizes.append(len(done[0]))
+        for one in (one for own in done for one in own):
+            assert one.alone == alone == (one.verify_seconds is not None), "a time of its own"
         return done
 
     monkeypatch.setattr(NativeCycles, "run", counted)
@@ -220,6 +223,8 @@ def test_the_time_of_a_cycle_is_its_own(target):
     assert sum(o.ms for o in outcomes) < 1.01e3 * engine.stats.decode_seconds
     assert {o.extended for o in outcomes} == {True, False}
     assert all(bool(o.promised) <= o.extended for o in outcomes)
+    by_head, by_lookup = ([o.draft_ms for o in outcomes if o.extended == own] for own in (1, 0))
+    assert median(by_head) > 2 * median(by_lookup)
     assert sum(o.by_lookup for o in outcomes) > 0
 
 
@@ -351,16 +356,20 @@ def test_a_text_that_ends_ends_a_call_for_all(target, calls):
     """By a token, by its length, by what only the host knows; the others go on."""
     prompts = [[1, 2, 3], [4, 5, 6], [9, 8], [7, 7]]
     expected = [flat(chunks_of(engine_of(target), prompt=prompt)) for prompt in prompts]
-    last = next(i for i in range(20, 90) if expected[0][i] not in expected[0][:i])
+    last = next(i for i in range(20, 90) if expected[1][i] not in expected[1][:i])
     count = iter(range(200))
     starts = [
-        writing(prompts[0], eos_ids=frozenset((expected[0][last],))),
-        writing(prompts[1], n=33),
+        writing(prompts[0], n=33),
+        writing(prompts[1], eos_ids=frozenset((expected[1][last],))),
         writing(prompts[2], is_last=lambda token: next(count) == 40),
         writing(prompts[3]),
     ]
+    batch = Batch(engine_of(target), 2)
+    in_company(batch, [writing(prompts[3]), starts[1]])
+    ended = batch.engines[1]
+    assert int(ended.state.seq_len) == len(ended.cached), "no cycle is run after the end"
     texts = in_company(Batch(engine_of(target, drafter_of(target, "fused eagle3")), 4), starts)
-    ends = last + 1, 33, 41, 90
+    ends = 33, last + 1, 41, 90
     assert [*texts.values()] == [text[:n] for text, n in zip(expected, ends, strict=True)]
     assert max(calls) == MOST_CYCLES
 

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from fasteagle.drafting.company import Company
+from fasteagle.drafting.policy import Outcome
 from fasteagle.shapes import TreeShape
 from simulated_machine import CARD, QUIET, SLOW, Machine, SharedCache, policy_of
 
@@ -179,6 +180,44 @@ def test_where_a_sequence_may_not_draft_the_others_do():
         Machine(SLOW, 0.9, seed).run_together(company, 2, 600, n_plain=1)
         gains.append(Machine(SLOW, 0.9, seed).run_together(company, 2, 2000, n_plain=1))
     assert sorted(gains)[1] > 1.3
+
+
+def outcome(accepted: int) -> Outcome:
+    return Outcome(accepted, 0, 2, True, (0.5, 0.3), draft_ms=0.2)
+
+
+def test_passes_of_one_call_are_as_many_passes():
+    """A text that ended in the second one has no part in the third."""
+    several = []
+    for calls in ([(3, 15.0)], [(1, 5.0)] * 3):
+        company = Company()
+        company.follow(policy_of(QUIET))
+        shape = company.policy.shapes[0]
+        for passes, ms in calls:
+            for _ in range(passes):
+                company.learn(shape, outcome(1))
+                company.learn(shape, outcome(2))
+            if passes > 1:
+                company._shapes[shape] -= 1
+            company.end_passes(passes, ms)
+        several.append(company)
+    one, three = several
+    assert set(one._all) == set(three._all) == {2}
+    assert one._now.speeds[shape].mean() == pytest.approx(three._now.speeds[shape].mean())
+    assert one._now.blocks.until == three._now.blocks.until
+    one.learn(shape, outcome(1))
+    one.end_passes(0, 9.0)  # of a text that was joined
+    assert set(one._all) == {2}
+
+
+def test_a_head_that_does_not_pay_is_not_tried_anew_at_another_number():
+    company = Company()
+    company.follow(policy_of(QUIET))
+    Machine(QUIET, 0.2).run_together(company, 8, 2000)
+    assert company._now.gain.mean() < 0
+    company.learn(None, Outcome(0, 0, 0, False, ()))
+    company.end_passes(1, 4.0)
+    assert company._now.n == 1 and company._now.gain.mean() < 0 and company.head_gain is None
 
 
 def test_times_of_other_code_are_forgotten():
