@@ -43,10 +43,11 @@ class How(NamedTuple):
     keep: float
     needed: float | None
     thresholds: Thresholds
+    aux_layers: tuple[int, ...]
 
     @classmethod
     def of(cls, text: Text) -> How:
-        drafter, spec = text.drafter, text.spec
+        state, drafter, spec = text
         corpus, keep, needed = None, 0.0, None
         head, rule = None, (0, Thresholds())
         if spec.shape is not None and isinstance(drafter, LOOKING_UP):
@@ -54,7 +55,8 @@ class How(NamedTuple):
             needed = drafter.head_gain
         if spec.shape is not None and isinstance(drafter, EagleDrafter):
             head, rule = drafter.head, text.rule
-        return cls(head, corpus, spec.depth, rule[0], spec.width, keep, needed, rule[1])
+        sizes = spec.depth, rule[0], spec.width
+        return cls(head, corpus, *sizes, keep, needed, rule[1], state.aux_layers)
 
 
 def _drafting(text: Text, how: How) -> DraftTensors:
@@ -95,13 +97,14 @@ class NativeCycles:
             return False
         return not isinstance(drafter, EagleDrafter) or self._draft.reads(drafter.head)
 
-    def run(self, texts: Sequence[Text], ends: Sequence[Sequence[int]], n: int) -> list[list[Done]]:
-        """Return the results of `n` cycles of each text, whose `How` is the same.
+    def run(
+        self, how: How, texts: Sequence[Text], ends: Sequence[Sequence[int]], n: int
+    ) -> list[list[Done]]:
+        """Return the results of `n` cycles of each text; `how` is that of all.
 
         They are fewer where a text has a token of its `ends`, or logits that are not finite.
         """
         begin = time.perf_counter()
-        how, state = How.of(texts[0]), texts[0].state
         native = None if how.head is None else self._draft.of(how.head)
         samplings = [self._finish.sampling(text.state, text.spec.kind) for text in texts]
         cycles = self._verify.cycles(
@@ -120,7 +123,7 @@ class NativeCycles:
             how.keep,
             how.needed,
             *how.thresholds,
-            state.aux_layers,
+            how.aux_layers,
         )
         alone, passes = len(texts) == 1, len(cycles[0])
         own = sum(ms for _, (*_, ms), _, _ in cycles[0])
@@ -147,12 +150,11 @@ class NativeCycles:
 class CpuRunner(Runner):
     """Runner that launches several cycles before it runs them, where one call may run them.
 
-    They are run when the first of them is read, or where they wait for those of others, by
-    `run_queued`; `ready` is how many have been run.
+    They are run when the first of them is read, or before by `batch.run_together`; `ready` is how
+    many have been run.
     """
 
     def __init__(self, backend: Backend, state: DecodeState) -> None:
-        self.queued: list[Launch] = []  # in order
         super().__init__(backend, state)
         self._done: deque[Done] = deque()
         self._last: tuple[object, ...] = ()  # variant of the cycle, and the pieces
@@ -161,14 +163,6 @@ class CpuRunner(Runner):
     @property
     def defers(self) -> bool:
         return self.waits and self.accompanied
-
-    @property
-    def waiting(self) -> Launch | None:
-        return self.queued[0] if self.queued and self.defers else None
-
-    @waiting.setter
-    def waiting(self, launch: Launch | None) -> None:
-        """Do nothing: a launch waits where it is queued."""
 
     @property
     def ready(self) -> int:
@@ -187,7 +181,7 @@ class CpuRunner(Runner):
 
     def take(self) -> Launch:
         self.at_once = 1
-        return self.queued.pop(0)
+        return super().take()
 
     def run(self, launch: Launch) -> None:
         begin = time.perf_counter()
@@ -207,7 +201,6 @@ class CpuRunner(Runner):
     def drop(self, specs: Sequence[CycleSpec] = ()) -> bool:
         super().drop(specs)
         drafted = any(done.extended for done in self._done)
-        self.queued.clear()
         self._done.clear()
         return drafted
 
@@ -256,18 +249,18 @@ def run_queued(runners: Sequence[CpuRunner]) -> int:
 
     0: no call can, as they are not alike, or not run by kernels alone.
     """
-    first = runners[0]
     n = min(runner.leading() for runner in runners)
-    launches = [runner.queued[0] for runner in runners]
-    texts = [
-        Text(r.state, launch.drafter, launch.spec)
-        for r, launch in zip(runners, launches, strict=True)
-    ]
-    alike = len(texts) == 1 or len({(How.of(text), text.state.aux_layers) for text in texts}) == 1
-    cycles = first.cycles(launches[0])
-    if cycles is None or not n or not alike or len(texts) > MAX_ROWS:
+    if not n or len(runners) > MAX_ROWS:
         return 0
-    done = cycles.run(texts, [runner.ends for runner in runners], n)
+    launches = [runner.queued[0] for runner in runners]
+    pairs = zip(runners, launches, strict=True)
+    texts = [Text(runner.state, launch.drafter, launch.spec) for runner, launch in pairs]
+    how, *others = {How.of(text) for text in texts}
+    cycles = runners[0].cycles(launches[0])
+    assert cycles is not None, "see leading"
+    if others:
+        return 0
+    done = cycles.run(how, texts, [runner.ends for runner in runners], n)
     for runner, own in zip(runners, done, strict=True):
         runner.took(own)
     return len(done[0])

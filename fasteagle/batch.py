@@ -179,7 +179,7 @@ class Batch(Generic[Key, Item]):
             return self._advance(prompts[0])
         begin = time.perf_counter()
         runners = [run.engine.runner for run in decoding.values()]
-        waiting = [runner for runner in runners if runner.waiting is not None]
+        waiting = [runner for runner in runners if runner.queued]
         passes = run_together(waiting) if waiting else 0
         items = [item for key in decoding for item in self._advance(key)]
         self._company.end_passes(passes, 1e3 * (time.perf_counter() - begin))

@@ -31,7 +31,7 @@ class Runner:
     """Runner that launches a cycle, and runs it at once; `read` returns the oldest result.
 
     `compiled` are pieces to use for a drafter and its siblings, and a spec, instead of the `usual`
-    ones; runners of siblings share them. Where the runner `defers`, a launched cycle is `waiting`
+    ones; runners of siblings share them. Where the runner `defers`, a launched cycle is `queued`
     until `batch.run_together` has run it.
     """
 
@@ -50,7 +50,7 @@ class Runner:
         self._errors: list[str] = []  # of the runners of all siblings
         self._on_cpu = state.root.device.type == "cpu"
         self._laps: list[float] = []  # before, between and after draft and verify
-        self.waiting: Launch | None = None
+        self.queued: list[Launch] = []  # launched and not run, in order
         self._failure: Exception | None = None  # of a pass that was run together
         self._proposal: Proposal
         self._plain: dict[int, Proposal] = {}  # by number of rows
@@ -122,15 +122,13 @@ class Runner:
         """Begin a cycle."""
         launch = Launch(spec, drafter, processor)
         if self.defers:
-            self.waiting = launch
+            self.queued.append(launch)
         else:
             self.run(launch)
 
     def take(self) -> Launch:
-        """Return the cycle that waits, which runs now."""
-        launch, self.waiting = self.waiting, None
-        assert launch is not None, "the caller takes those that wait"
-        return launch
+        """Return the first queued cycle, which runs now."""
+        return self.queued.pop(0)
 
     def run(self, launch: Launch) -> None:
         """Run a cycle by itself."""
@@ -242,7 +240,8 @@ class Runner:
 
         Returns whether a draft head may have read the pending pairs in them.
         """
-        self.waiting = self._failure = None
+        self.queued.clear()
+        self._failure = None
         return any(spec.extends for spec in specs)
 
     def timed(self, work: Callable[[], Any], restore: Callable[[], None]) -> float:

@@ -60,7 +60,7 @@ def calls(monkeypatch):
     sizes, run = [], NativeCycles.run
 
     def counted(*how):
-        done, alone = run(*how), len(how[1]) == 1
+        done, alone = run(*how), len(how[2]) == 1
         sizes.append(len(done[0]))
         for one in (one for own in done for one in own):
             assert one.alone == alone == (one.verify_seconds is not None), "a time of its own"
@@ -259,8 +259,8 @@ def test_a_cycle_after_a_pause_reads_few_pairs(target, monkeypatch):
     """What the head has missed in a pause is no part of what its chain costs."""
     counts, run = [], NativeCycles.run
 
-    def counted(cycles, texts, ends, n):
-        done = run(cycles, texts, ends, n)
+    def counted(cycles, how, texts, ends, n):
+        done = run(cycles, how, texts, ends, n)
         counts.append((int(texts[0].state.count), [one.extended for one in done[0]]))
         if len(counts) == 20:
             monkeypatch.setattr(FusedDrafter, "head_gain", 0.0)
