@@ -52,10 +52,11 @@ class Batch:
         """Return fp32 features plus the noise of a training step, drawn for each conversation."""
         features = self.features.float()
         if options.noise:
-            for b, number in enumerate(self.numbers):
+            lasts = self.last.tolist()  # at once: each wait for a card costs as much as the noise
+            for b, (number, last) in enumerate(zip(self.numbers, lasts, strict=True)):
                 seed = ((options.seed * 7919 + step) * 1_000_003 + number) % MOST_SEEDS
                 generator = torch.Generator(features.device).manual_seed(seed)
-                rows = features[b, : int(self.last[b]) + 1]
+                rows = features[b, : last + 1]
                 noise = torch.rand(rows.shape, generator=generator, device=rows.device)
                 rows += (2 * noise - 1) * options.noise
         return features
