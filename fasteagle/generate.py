@@ -192,16 +192,14 @@ class Engine(Context):
 
         The answer has `most` tokens. Yields an empty list where a cycle waits to be run. Where the
         runner launches several cycles before one is read, results past the answer's end are
-        dropped. A processor must see the last one first, and so must the host where cycles wait for
-        those of others.
+        dropped. A processor must see the last one first.
         """
         launched: deque[CycleSpec] = deque()
         begins: deque[float] = deque()
         last_read = 0.0
         try:
             while True:
-                ahead = 0 if self.runner.defers else self.runner.ahead
-                n = ahead + self.runner.at_once if processor is None else 1
+                n = self.runner.ahead + self.runner.at_once if processor is None else 1
                 n = min(n, most - self.stats.new_tokens)
                 while len(launched) < n and not self.runner.ready:
                     spec = self._next_spec(kind, launched, speculate)
@@ -212,6 +210,8 @@ class Engine(Context):
                     launched.append(spec)
                 if self.runner.waits and not self.runner.ready:
                     yield []
+                    while self.runner.ahead and self.runner.queued:  # the device is to be busy
+                        yield []
                 done = self.runner.read()
                 # A cycle may have waited long for its pass, while the last chunk was read.
                 begin = max(begins.popleft(), last_read, self.runner.began)

@@ -192,6 +192,24 @@ def test_one_alone_is_replayed_as_a_whole_and_ahead(engine):
     assert not runner.waits and not runner.accompanied
 
 
+def test_the_next_pass_is_under_way_while_one_is_read(engine):
+    """Of a text whose processor must see the last tokens first, it cannot be."""
+    under_way: dict[CapturedRunner, list[int]] = {}
+    read = CapturedRunner.read
+
+    def counted(runner):
+        under_way.setdefault(runner, []).append(len(runner._launched))
+        assert not runner.queued, "all that was launched is under way"
+        return read(runner)
+
+    with mock.patch.object(CapturedRunner, "read", counted):
+        together(engine)
+    free, drawn, processed = under_way.values()
+    assert free == [2] * 10 + [1], "none that it cannot need"
+    assert drawn == [2] * 14 + [1]
+    assert set(processed) == {1}
+
+
 def test_parts_that_cannot_be_captured_run_without_a_graph(engine):
     expected, _ = together(engine)
     graphs = [engine.runner.graphs]
