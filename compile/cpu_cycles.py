@@ -16,7 +16,7 @@ from fasteagle.compile.cpu_draft import LOOKING_UP, NativeDraft, Text
 from fasteagle.compile.cpu_pass import MAX_ROWS, NativeFinish, NativePass
 from fasteagle.decoding.backend import Backend
 from fasteagle.decoding.cycle import Pieces
-from fasteagle.decoding.launch import Done, Launch, variant_of
+from fasteagle.decoding.launch import Done, End, Launch, variant_of
 from fasteagle.decoding.runner import Runner
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.eagle import EagleDrafter
@@ -97,12 +97,10 @@ class NativeCycles:
             return False
         return not isinstance(drafter, EagleDrafter) or self._draft.reads(drafter.head)
 
-    def run(
-        self, how: How, texts: Sequence[Text], ends: Sequence[Sequence[int]], n: int
-    ) -> list[list[Done]]:
+    def run(self, how: How, texts: Sequence[Text], ends: Sequence[End], n: int) -> list[list[Done]]:
         """Return the results of `n` cycles of each text; `how` is that of all.
 
-        They are fewer where a text has a token of its `ends`, or logits that are not finite.
+        They are fewer where a text is at its end, or has logits that are not finite.
         """
         begin = time.perf_counter()
         native = None if how.head is None else self._draft.of(how.head)
@@ -260,7 +258,7 @@ def run_queued(runners: Sequence[CpuRunner]) -> int:
     assert cycles is not None, "see leading"
     if others:
         return 0
-    done = cycles.run(how, texts, [runner.ends for runner in runners], n)
+    done = cycles.run(how, texts, [runner.end for runner in runners], n)
     for runner, own in zip(runners, done, strict=True):
         runner.took(own)
     return len(done[0])

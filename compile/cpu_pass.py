@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fasteagle.compile.cpu_blocks import NativeBlocks
 from fasteagle.decoding.cycle import EAGER
+from fasteagle.decoding.launch import End
 from fasteagle.decoding.together import groups, split
 from fasteagle.model import Output, Target, Transformer
 from fasteagle.quant.cpu_linear import NativeLinear, NativeNorm
@@ -77,9 +78,10 @@ class NativePass:
         )
         return Output(logits, features, aux_states if state.aux_layers else None)
 
-    def cycles(self, ends: Sequence[Sequence[int]], n: int, *how: Any) -> list[list[Any]]:
+    def cycles(self, ends: Sequence[End], n: int, *how: Any) -> list[list[Any]]:
         """Return the results of `n` cycles of each text: `cycles` in `quant/cpu/ops.cpp`."""
-        results: list[list[Any]] = self._target.cycles(*how, self._weight, ends, n)
+        tokens, most = [end.tokens for end in ends], [end.most for end in ends]
+        results: list[list[Any]] = self._target.cycles(*how, self._weight, tokens, most, n)
         return results
 
     def together(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fasteagle.decoding.backend import Backend
 from fasteagle.decoding.context import MAX_TREE_ROWS, Context
-from fasteagle.decoding.launch import Done
+from fasteagle.decoding.launch import Done, End
 from fasteagle.decoding.stats import Stats
 from fasteagle.device import unless_short
 from fasteagle.drafting.base import Drafter
@@ -115,11 +115,10 @@ class Engine(Context):
         `is_last` is called with every other token once, in order, before it is yielded, and returns
         whether the answer ends with it.
 
-        A beginning of `prompt` that the cache already holds is not computed again. Closing the
-        generator, or an exception in it, leaves the engine ready for the next call. `processor`
-        changes logits before tokens are drawn; without `speculate` the drafter pauses; `stats` is
-        filled on the way, and is `self.stats` then. Where memory is short it raises `EngineError`,
-        and the conversation is forgotten.
+        A beginning of `prompt` that is cached is not computed again. Closing the generator, or an
+        exception in it, leaves the engine ready for the next call. `processor` changes logits
+        before tokens are drawn; without `speculate` the drafter pauses; `stats` is filled on the
+        way, and is `self.stats` then. Where memory is short: `EngineError`, a restart.
         """
         start = time.perf_counter()
         self.check_prompt(prompt)
@@ -137,7 +136,7 @@ class Engine(Context):
         )
         self._check(root, len(prompt))
         self.state.load([*self.cached, root], feature, params)
-        self.runner.ends, self._reach = [*eos_ids], 0
+        self.runner.end, self._reach = End([*eos_ids]), 0
         new = [root]
         first = time.perf_counter()
         stats.ttft = first - start
@@ -199,8 +198,9 @@ class Engine(Context):
         last_read = 0.0
         try:
             while True:
-                n = self.runner.ahead + self.runner.at_once if processor is None else 1
-                n = min(n, most - self.stats.new_tokens)
+                left = most - self.stats.new_tokens
+                self.runner.end = self.runner.end._replace(most=left)
+                n = min(left, self.runner.ahead + self.runner.at_once if processor is None else 1)
                 while len(launched) < n and not self.runner.ready:
                     spec = self._next_spec(kind, launched, speculate)
                     if spec is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -58,6 +58,13 @@ class Launch(NamedTuple):
     spec: CycleSpec
     drafter: Drafter | None
     processor: LogitsProcessor | None
+
+
+class End(NamedTuple):
+    """Where no further cycle of an answer is needed."""
+
+    tokens: Sequence[int] = ()  # after one of these
+    most: int = 1 << 62  # after as many tokens
 
 
 class Done(NamedTuple):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fasteagle.decoding.cycle import EAGER, Pieces, decode_cycle, finish
-from fasteagle.decoding.launch import Compiled, Done, Launch, may_be_shorter, variant_of
+from fasteagle.decoding.launch import Compiled, Done, End, Launch, may_be_shorter, variant_of
 from fasteagle.drafting.base import Drafter
 from fasteagle.logits import LogitsProcessor
 from fasteagle.model import Output
@@ -35,7 +35,7 @@ class Runner:
     until `batch.run_together` has run it.
     """
 
-    ends: Sequence[int] = ()  # tokens after which no cycle is needed
+    end = End()  # of the answer
     waits = False  # whether the engine yields before it reads a cycle: others may run meanwhile
     accompanied = False  # whether there are other engines whose cycles run beside
     ahead = 0  # cycles that the device has still to run when one is read

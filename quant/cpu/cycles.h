@@ -92,6 +92,7 @@ struct Writing {
   DraftTensors drafting;
   std::optional<Lookup> lookup;  // none: the draft head alone
   std::vector<int64_t> ends;     // tokens after which no cycle is run
+  int64_t most;                  // as many tokens after which none is run
 };
 
 double ms_between(Clock::time_point from, Clock::time_point to) {
@@ -201,7 +202,7 @@ double verify(const Target& target, const Drafting& how, std::vector<Writing>& t
 }
 
 // Runs up to `n` cycles of every text: the last ones where one of them has a token of its `ends`,
-// or a row without a token. Returns those of each text, one after the other.
+// its `most` tokens, or a row without a token. Returns those of each text, one after the other.
 std::vector<std::vector<Cycle>> run_cycles(const Target& target, const Drafting& how,
                                            std::vector<Writing>& texts,
                                            const std::vector<int64_t>& aux_layers,
@@ -210,6 +211,7 @@ std::vector<std::vector<Cycle>> run_cycles(const Target& target, const Drafting&
   std::vector<std::vector<Cycle>> cycles(B);
   std::vector<const Chain*> chains(B);
   std::vector<double> pass_ms(B);
+  std::vector<int64_t> made(B);
   for (bool ended = false; !ended && (int64_t)cycles[0].size() < n;) {
     const Clock::time_point begin = Clock::now();
     std::vector<Drafted> drafted = draft(how, texts);
@@ -230,7 +232,8 @@ std::vector<std::vector<Cycle>> run_cycles(const Target& target, const Drafting&
         return token < 0 ||
                std::find(texts[i].ends.begin(), texts[i].ends.end(), token) != texts[i].ends.end();
       };
-      ended |= std::any_of(result.begin(), result.end() - 2, is_end);
+      made[i] += result.size() - 2;
+      ended |= made[i] >= texts[i].most || std::any_of(result.begin(), result.end() - 2, is_end);
       cycles[i].emplace_back(std::move(result), std::vector<double>{drafted[i].ms, pass_ms[i], ms},
                              drafted[i].extended, std::move(drafted[i].promised));
     }

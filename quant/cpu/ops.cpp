@@ -137,26 +137,30 @@ std::tuple<Tensor, Tensor, double> look_up_chain(const Tensor& text, const Tenso
 }
 
 // See `run_cycles` in cycles.h. `states`, `samplings` and `drafting` have the tensors of one text
-// after those of another, `ends` an entry of each. `drafting` holds a lookup's table and last
-// proposal, the draft head's keys and values, and what its noise is made of; `corpus` a lookup's
-// documents; `target_ids` those of the head's tokens. Each is empty or None where there is none.
+// after those of another, `ends` and `most` an entry of each. `drafting` holds a lookup's table and
+// last proposal, the draft head's keys and values, and what its noise is made of; `corpus` a
+// lookup's documents; `target_ids` those of the head's tokens. Each is empty or None where there is
+// none.
 std::vector<std::vector<Cycle>> cycles(
     const c10::intrusive_ptr<Target>& target, const std::optional<c10::intrusive_ptr<Head>>& head,
     std::vector<Tensor> states, const OptionalTensors& samplings, const OptionalTensors& drafting,
     const std::optional<Tensor>& target_ids, std::vector<Tensor> corpus, int64_t longest,
     int64_t depth, int64_t head_depth, int64_t width, double keep, std::optional<double> needed,
     std::vector<double> verify, std::vector<double> expand, std::vector<int64_t> aux_layers,
-    const Tensor& features_like, std::vector<std::vector<int64_t>> ends, int64_t n) {
+    const Tensor& features_like, std::vector<std::vector<int64_t>> ends, std::vector<int64_t> most,
+    int64_t n) {
   const std::vector<State> each_state = each_named<State>(at::TensorList(states));
   const size_t B = each_state.size();
   const std::vector<Sampling> each_sampling = each_named<Sampling>(samplings);
   const std::vector<DraftTensors> each_drafting = each_named<DraftTensors>(drafting);
-  TORCH_CHECK(each_sampling.size() == B && each_drafting.size() == B && ends.size() == B && n >= 1,
+  TORCH_CHECK(each_sampling.size() == B && each_drafting.size() == B && ends.size() == B &&
+                  most.size() == B && n >= 1,
               "state, sampling, drafting and ends of each text");
   std::vector<Writing> texts;
   for (size_t i = 0; i < B; i++) {
     const DraftTensors& own = each_drafting[i];
-    texts.push_back({each_state[i], each_sampling[i], own, std::nullopt, std::move(ends[i])});
+    texts.push_back(
+        {each_state[i], each_sampling[i], own, std::nullopt, std::move(ends[i]), most[i]});
     if (own.table.defined()) texts[i].lookup.emplace(own.table, own.kept, corpus, longest);
   }
   const Drafting how{head ? head->get() : nullptr,

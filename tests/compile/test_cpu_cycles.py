@@ -13,6 +13,7 @@ from fasteagle.compile import cpu_cycles
 from fasteagle.compile.cpu_backend import CpuBackend
 from fasteagle.compile.cpu_cycles import MOST_CYCLES, CpuRunner, NativeCycles
 from fasteagle.compile.cycles import CycleCompiler
+from fasteagle.decoding.launch import End
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.fused import FusedDrafter
@@ -460,6 +461,17 @@ def test_what_the_kernels_do_not_run_is_run_cycle_by_cycle(target):
     assert {len(chunk) for chunk in chunks} == {1} and not any(t % 2 for t in flat(chunks))
 
 
+def test_none_is_run_after_the_last_token(target, calls):
+    engine = engine_of(target, drafter_of(target, "ngram"))
+    chunks_of(engine)  # calls are of several cycles from now on
+    for n in range(29, 43):
+        engine.restart()
+        calls.clear()
+        chunks = chunks_of(engine, n=n)
+        assert sum(calls) == len(chunks) - 1, "the first token comes with the prompt"
+        assert max(calls) > 1 and len(flat(chunks)) == n > len(chunks), "drafts are accepted"
+
+
 def test_an_end_that_is_none_only_ends_the_call(target):
     """The host decides where an answer ends: cycles after a token of `ends` run with the next."""
     text = flat(chunks_of(engine_of(target)))
@@ -468,5 +480,5 @@ def test_an_end_that_is_none_only_ends_the_call(target):
     engine.restart()
     chunks = engine.generate([1, 2, 3], PARAMS[0], 90)
     first = next(chunks)
-    engine.runner.ends = text[3:4]
+    engine.runner.end = End(text[3:4])
     assert flat([first, *chunks]) == text
