@@ -9,6 +9,7 @@ Shapes: T tree rows, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -22,7 +23,7 @@ class LogitsProcessor(Protocol):
     """Processor of the logits of every pass; row 0 of the tree is the last token of the text."""
 
     def __call__(self, logits: Tensor, tree: DraftTree) -> Tensor:
-        """Return the logits [T, V] to sample from."""
+        """Return the logits [T, V] to sample from; may change the given ones in place."""
 
     def accept(self, tokens: Sequence[int]) -> None:
         """Observe the committed tokens of the last pass, in the order of the text."""
@@ -31,12 +32,13 @@ class LogitsProcessor(Protocol):
 class TokenMask(Protocol):
     """Grammar at the end of the text so far."""
 
-    def rows(
-        self, tokens: Sequence[int], parents: Sequence[int], valid: Sequence[bool], vocab_size: int
+    def apply(
+        self, logits: Tensor, tokens: Sequence[int], parents: Sequence[int], valid: Sequence[bool]
     ) -> Tensor:
-        """Return the tokens that may follow each row of a tree: [T, V] bool on the CPU.
+        """Return logits [T, V], minus infinity for tokens that may not follow a row of the tree.
 
-        Rows that the grammar itself cannot reach allow all tokens: they are never accepted.
+        May change them in place. Rows that the grammar itself cannot reach allow all tokens: they
+        are never accepted.
         """
 
     def advance(self, tokens: Sequence[int]) -> None:
@@ -72,7 +74,7 @@ class AnswerLogits:
     ) -> None:
         self._bias = dict(bias or {})
         self._presence, self._frequency = presence_penalty, frequency_penalty
-        self._answer: list[int] = []  # its tokens so far, where a penalty needs them
+        self._counts: Counter[int] = Counter()  # of its tokens, where a penalty needs them
         self._mask = mask
         self._n_top = n_top
         self._pass: tuple[Tensor, list[int], list[int], list[bool]] | None = None
@@ -92,33 +94,29 @@ class AnswerLogits:
         logits = logits.float()
         tokens, parents, valid = (part.tolist() for part in tree[:3])
         self._pass = (logits, tokens, parents, valid)
-        changed = logits
+        changed = logits if self._n_top is None else logits.clone()
         if self._bias:
             ids = torch.tensor(list(self._bias), device=logits.device)
-            amounts = logits.new_tensor(list(self._bias.values()))
-            changed = changed.index_add(1, ids, amounts.expand(len(tokens), -1))
+            changed[:, ids] += logits.new_tensor(list(self._bias.values()))
         if self._penalizes:
-            counts = self._counts(changed, tokens, parents)
-            changed = changed - self._frequency * counts - self._presence * (counts > 0)
+            self._penalize(changed, tokens, parents)
         if self._mask is not None:
-            allowed = self._mask.rows(tokens, parents, valid, logits.shape[1])
-            changed = changed.masked_fill(~allowed.to(logits.device), float("-inf"))
+            changed = self._mask.apply(changed, tokens, parents, valid)
         return changed
 
-    def _counts(self, logits: Tensor, tokens: Sequence[int], parents: Sequence[int]) -> Tensor:
-        """Return how often each token is in the answer up to each row [T, V]."""
-        paths: list[list[int]] = [[]]  # the root is in the answer already, or ends the prompt
+    def _penalize(self, logits: Tensor, tokens: Sequence[int], parents: Sequence[int]) -> None:
+        """Subtract the penalties, by how often a token is in the answer up to a row."""
+        counts: list[Counter[int]] = [self._counts]  # the root is in it already, or in the prompt
         for row in range(1, len(tokens)):
-            paths.append([*paths[parents[row]], tokens[row]])
-        counts = torch.zeros_like(logits)
-        for row, path in enumerate(paths):
-            ids = torch.tensor([*self._answer, *path], dtype=torch.long, device=logits.device)
-            counts[row].index_add_(0, ids, torch.ones_like(ids, dtype=counts.dtype))
-        return counts
+            counts.append(counts[parents[row]] + Counter([tokens[row]]))
+        for own, of_row in zip(logits, counts, strict=True):
+            ids = torch.tensor([*of_row], dtype=torch.long, device=logits.device)
+            times = logits.new_tensor([*of_row.values()])
+            own[ids] = own[ids] - self._frequency * times - self._presence
 
     def accept(self, tokens: Sequence[int]) -> None:
         if self._penalizes:
-            self._answer.extend(tokens)
+            self._counts.update(tokens)
         if self._n_top is not None:
             self._keep_logprobs(tokens)
         if self._mask is not None:

@@ -360,6 +360,12 @@ def verify_rows(engine: Engine, tokens, parents) -> Output:
 # Engines
 
 
+def allowed(mask, vocab_size: int, tokens=(0,), parents=(0,)) -> torch.Tensor:
+    """Whether each token may follow each row of a tree [T, V], by a grammar."""
+    rows = list(tokens), list(parents), [True] * len(tokens)
+    return mask.apply(torch.zeros(len(tokens), vocab_size), *rows).isfinite()
+
+
 class Even:
     """A grammar that allows tokens of even ids alone."""
 

@@ -19,6 +19,7 @@ from fasteagle.answering.grammar_check import first_reason, grammar_text, librar
 from fasteagle.errors import EngineError, FasteagleError
 from fasteagle.loading.tokenizer import ChatTokenizer
 from fasteagle.options import GrammarSpec
+from fasteagle.quant import cpu_build
 
 BITS = 32  # bits per word of llguidance's masks
 
@@ -77,8 +78,21 @@ def _early_failure(matcher: Any, eos_ids: frozenset[int]) -> str:
 
 def _unpacked(words: Tensor) -> Tensor:
     """Return the bits of llguidance's masks [..., N] as booleans [..., N * BITS]."""
-    bits = (words.unsqueeze(-1) >> torch.arange(BITS, dtype=torch.int32)) & 1
-    return bits.bool().flatten(-2)
+    places = torch.arange(BITS, dtype=torch.int32, device=words.device)
+    return ((words.unsqueeze(-1) >> places) & 1).bool().flatten(-2)
+
+
+def _forbid(logits: Tensor, words: Tensor) -> Tensor:
+    """Return logits [T, V], minus infinity where the bit in `words` [T, N] is 0.
+
+    Our CPU kernels change them in place: torch's threads would wait for each other, which on a busy
+    machine takes longer than a pass.
+    """
+    if logits.device.type == "cpu" and cpu_build.loaded():
+        torch.ops.fasteagle_cpu.forbid(logits, words)
+        return logits
+    allowed = _unpacked(words.to(logits.device))[:, : logits.shape[1]]
+    return logits.masked_fill(~allowed, float("-inf"))
 
 
 class GrammarMask:
@@ -88,10 +102,10 @@ class GrammarMask:
         self._matcher = matcher
         self._eos_ids = eos_ids
 
-    def rows(
-        self, tokens: Sequence[int], parents: Sequence[int], valid: Sequence[bool], vocab_size: int
+    def apply(
+        self, logits: Tensor, tokens: Sequence[int], parents: Sequence[int], valid: Sequence[bool]
     ) -> Tensor:
-        n_words = -(-vocab_size // BITS)
+        n_words = -(-logits.shape[1] // BITS)
         words = torch.full((len(tokens), n_words), -1, dtype=torch.int32)
         children: list[list[int]] = [[] for _ in tokens]
         for row in range(1, len(tokens)):
@@ -100,7 +114,7 @@ class GrammarMask:
         self._fill(self._matcher, words, 0, tokens, children)
         if not words[0].any():
             raise EngineError("grammar: it failed: no token may come next")
-        return _unpacked(words)[:, :vocab_size]
+        return _forbid(logits, words)
 
     def _fill(
         self,

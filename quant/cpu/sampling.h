@@ -154,6 +154,32 @@ std::tuple<Tensor, Tensor> maximum(const Tensor& x_) {
   return {values, places};
 }
 
+// Sets fp32 logits [T, V] of tokens whose bit in `words` [T, N] is 0 to minus infinity.
+void forbid(const Tensor& logits, const Tensor& words_) {
+  constexpr int64_t BITS = 32;
+  constexpr float NEVER = -std::numeric_limits<float>::infinity();
+  const Tensor words = words_.contiguous();
+  TORCH_CHECK(logits.dim() == 2 && logits.scalar_type() == at::kFloat && logits.is_contiguous(),
+              "fp32 logits [T, V]");
+  const int64_t T = logits.size(0), V = logits.size(1), N = (V + BITS - 1) / BITS;
+  TORCH_CHECK(words.dim() == 2 && words.size(0) == T && words.size(1) == N &&
+                  words.scalar_type() == at::kInt,
+              "a bit for each logit");
+  for (int64_t t = 0; t < T; t++) {
+    float* row = logits.mutable_data_ptr<float>() + t * V;
+    for (int64_t n = 0; n < N; n++) {
+      const uint32_t word = words.const_data_ptr<int32_t>()[t * N + n];
+      const int64_t begin = n * BITS, end = std::min(begin + BITS, V);
+      if (word == 0) {
+        std::fill(row + begin, row + end, NEVER);
+      } else if (word != ~0u) {
+        for (int64_t i = begin; i < end; i++)
+          if (!(word >> (i - begin) & 1)) row[i] = NEVER;
+      }
+    }
+  }
+}
+
 constexpr int64_t PART = 512;  // columns of a row at a time
 
 // Returns the largest of logits x [n], n <= PART, of tokens from `token` on, over the temperature,

@@ -18,9 +18,12 @@ from fasteagle.drafting.static_tree import StaticTreeDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading.tokenizer import ChatTokenizer
+from fasteagle.logits import AnswerLogits
 from fasteagle.options import AnswerOptions, GrammarSpec, SamplingParams
+from fasteagle.quant import cpu_build
 from fasteagle.shapes import FusedShape, TreeShape
-from helpers import TINY_VOCAB, captured_engine, eagle3_of, random_head
+from fasteagle.tree import DraftTree
+from helpers import TINY_VOCAB, allowed, captured_engine, eagle3_of, random_head
 
 llguidance = pytest.importorskip("llguidance")
 
@@ -171,17 +174,16 @@ def test_each_row_has_the_mask_of_its_own_path(compiler):
     ids = {c: compiler.tokenizer.encode(c)[0] for c in "abcdx"}
     tree = [("x", 0), ("a", 0), ("b", 0), ("b", 1), ("c", 1), ("c", 2), ("d", 3), ("x", 0)]
     tokens, parents = [ids[c] for c, _ in tree], [p for _, p in tree]
-    valid = [True] * len(tree)
     mask = compiler.start(spec)
-    rows = mask.rows(tokens, parents, valid, TINY_VOCAB)
+    rows = allowed(mask, TINY_VOCAB, tokens, parents)
     paths = {0: "", 1: "a", 2: "b", 3: "ab", 4: "ac", 5: "bc", 6: "abd"}
     for row, path in paths.items():
         alone = compiler.start(spec)
         alone.advance([ids[c] for c in path])
-        expected = alone.rows([0], [0], [True], TINY_VOCAB)[0]
+        expected = allowed(alone, TINY_VOCAB)[0]
         assert torch.equal(rows[row], expected), path
     assert rows[7].all()  # the grammar does not lead there
-    again = mask.rows(tokens, parents, valid, TINY_VOCAB)
+    again = allowed(mask, TINY_VOCAB, tokens, parents)
     assert torch.equal(rows, again)  # and it stands where it stood
 
 
@@ -209,24 +211,24 @@ def test_the_mask_after_another_branch():
     def alone(path):
         mask = compiler.start(spec)
         mask.advance(path)
-        return mask.rows([0], [0], [True], 260)[0]
+        return allowed(mask, 260)[0]
 
     mask = compiler.start(spec)
     mask.advance([begin, key])
-    rows = mask.rows([0, text, begin, ord("a")], [0, 0, 0, 2], [True] * 4, 260)
+    rows = allowed(mask, 260, [0, text, begin, ord("a")], [0, 0, 0, 2])
     for row, path in enumerate(([], [text], [begin], [begin, ord("a")])):
         assert torch.equal(rows[row], alone([begin, key, *path])), path
     mask.advance([begin])
-    assert torch.equal(mask.rows([0], [0], [True], 260)[0], alone([begin, key, begin]))
+    assert torch.equal(allowed(mask, 260)[0], alone([begin, key, begin]))
 
 
 def test_an_end_comes_only_where_the_form_is_complete():
     """Where a form demands the text of the token, too: that is no end."""
     compiler = GrammarCompiler(Toy(), 260)
     mask = compiler.start(GrammarSpec("grammar", 'start: "a<end>b" | "c"'))
-    assert not mask.rows([0], [0], [True], 260)[0, 256]
+    assert not allowed(mask, 260)[0, 256]
     mask.advance([ord("c")])
-    assert mask.rows([0], [0], [True], 260)[0, 256]
+    assert allowed(mask, 260)[0, 256]
 
 
 @pytest.mark.parametrize(
@@ -258,6 +260,46 @@ def test_forms_of_special_tokens_are_refused(spec):
 def test_forms_that_are_refused(compiler, spec, message):
     with pytest.raises(FasteagleError, match=message):
         compiler.start(GrammarSpec(*spec))
+
+
+def test_kernels_forbid_what_torch_forbids(compiler, monkeypatch):
+    cpu_build.load()
+    rows = {}
+    for loaded in (False, True):
+        with monkeypatch.context() as patch:
+            patch.setattr(cpu_build, "loaded", lambda loaded=loaded: loaded)
+            rows[loaded] = allowed(compiler.start(SPECS[0]), TINY_VOCAB)
+    assert torch.equal(rows[False], rows[True]) and rows[True].any() and not rows[True].all()
+
+
+def test_logprobs_are_those_before_the_grammar(compiler):
+    """Though its mask changes the logits that tokens are drawn from, in place."""
+    cpu_build.load()
+    logits = torch.randn(1, TINY_VOCAB)
+    before = logits.clone()
+    processor = AnswerLogits(mask=compiler.start(SPECS[0]), n_top=0)
+    tree = DraftTree(torch.zeros(1).long(), torch.zeros(1).long(), torch.ones(1).bool())
+    masked = processor(logits, tree)
+    token = int(masked.argmax())
+    processor.accept([token])
+    (entry,) = processor.logprobs
+    assert entry.logprob == pytest.approx(float(before[0].log_softmax(-1)[token]))
+    assert not masked.isfinite().all()
+
+
+@pytest.mark.parametrize("penalties", [(1.5, 0.0), (0.0, 0.4), (1.5, 0.4)])
+def test_penalties_count_the_tokens_of_each_path(penalties):
+    processor = AnswerLogits(presence_penalty=penalties[0], frequency_penalty=penalties[1])
+    processor.accept([3, 5, 3])
+    tokens, parents = torch.tensor([3, 7, 3, 9]), torch.tensor([0, 0, 0, 2])
+    logits = torch.randn(4, 12)
+    out = processor(logits.clone(), DraftTree(tokens, parents, torch.ones(4).bool()))
+    for row, path in enumerate(([], [7], [3], [3, 9])):
+        counts = Counter([3, 5, 3, *path])
+        for token in range(12):
+            n = counts[token]
+            expected = logits[row, token] - penalties[1] * n - penalties[0] * (n > 0)
+            assert out[row, token] == pytest.approx(float(expected), abs=1e-6)
 
 
 def test_bias_of_forbidden_tokens_opens_nothing(model, tokenizer, compiler):

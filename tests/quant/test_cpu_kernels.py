@@ -128,6 +128,23 @@ def test_the_largest_is_that_of_torch(ops, V):
         torch.testing.assert_close(values, expected.values, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("V", [1, 32, 70, 1031])
+def test_tokens_without_a_bit_are_forbidden(ops, V):
+    """Words of all bits, of none and of some, the last one of fewer tokens than it has bits."""
+    allowed, x = torch.rand(5, V) < 0.5, rows_of(5, V)
+    allowed[0], allowed[1], allowed[2, : V // 2] = True, False, False
+    bits = torch.nn.functional.pad(allowed, (0, -V % 32)).view(5, -1, 32).long()
+    words = (bits << torch.arange(32)).sum(-1).to(torch.int32)
+    expected = x.masked_fill(~allowed, float("-inf"))
+    ops.forbid(x, words)
+    assert torch.equal(x, expected)
+    for wrong in (words[:4], words[:, 1:], words.long()):
+        with pytest.raises(RuntimeError, match="a bit for each logit"):
+            ops.forbid(x, wrong)
+    with pytest.raises(RuntimeError, match="fp32 logits"):
+        ops.forbid(x.double(), words)
+
+
 def test_a_norm_is_that_of_the_model(ops):
     norm = RMSNorm(100, 1e-5)
     norm.weight.data.uniform_(0.5, 2)

@@ -14,7 +14,7 @@ from live_server import load, serving, slow_down
 from fasteagle.answering import several
 from fasteagle.answering.answer import Chunk
 from fasteagle.options import AnswerOptions, Defaults, SamplingParams
-from helpers import save_tiny
+from helpers import allowed, save_tiny
 
 
 @pytest.fixture(scope="session")
@@ -48,8 +48,8 @@ def plant(live, monkeypatch):
             while not stats.finish:
                 token = wanted[stats.new_tokens]
                 if request.mask is not None:
-                    allowed = request.mask.rows([0], [0], [True], vocab_size)[0]
-                    token = token if allowed[token] else int(allowed.nonzero()[0])
+                    (may,) = allowed(request.mask, vocab_size)
+                    token = token if may[token] else int(may.nonzero()[0])
                     request.mask.advance([token])
                 stats.new_tokens += 1
                 if token in tokenizer.eos_ids:
