@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal, Unpack, overload
 
 from fasteagle.answering.answer import Answer, AnswerRequest, Chunk
+from fasteagle.answering.answer_logits import TokenMask
 from fasteagle.answering.background import Preparation
 from fasteagle.answering.grammar import GrammarCompiler
 from fasteagle.answering.keywords import (
@@ -35,7 +36,6 @@ from fasteagle.generate import Engine
 from fasteagle.loading.make_drafter import plan_drafting
 from fasteagle.loading.open import open_model
 from fasteagle.loading.tokenizer import ChatTokenizer, Message
-from fasteagle.logits import TokenMask
 from fasteagle.options import (
     DEFAULT_MODEL,
     MOST_AT_ONCE,

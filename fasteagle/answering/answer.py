@@ -6,10 +6,10 @@ import contextlib
 import dataclasses
 from collections.abc import Generator, Mapping, Sequence
 
+from fasteagle.answering.answer_logits import AnswerLogits, TokenLogprob, TokenMask
 from fasteagle.answering.stream import Decoder, TextStream
 from fasteagle.decoding.stats import Stats
 from fasteagle.generate import Engine
-from fasteagle.logits import AnswerLogits, TokenLogprob, TokenMask
 from fasteagle.options import AnswerOptions, SamplingParams
 
 

@@ -96,7 +96,7 @@ def _forbid(logits: Tensor, words: Tensor) -> Tensor:
 
 
 class GrammarMask:
-    """Grammar at the end of the text so far; see `logits.TokenMask`."""
+    """Grammar at the end of the text so far; see `answer_logits.TokenMask`."""
 
     def __init__(self, matcher: Any, eos_ids: frozenset[int]) -> None:
         self._matcher = matcher

@@ -10,10 +10,10 @@ from functools import cached_property
 from typing import Any, NamedTuple, Self
 
 from fasteagle.answering.answer import Chunk
+from fasteagle.answering.answer_logits import TokenLogprob
 from fasteagle.answering.stream import END_THINK, THINK, TextStream, ThoughtSplitter, overlap
 from fasteagle.decoding.stats import Stats
 from fasteagle.loading.tokenizer import ChatTokenizer
-from fasteagle.logits import TokenLogprob
 from fasteagle.server.job import Job
 from fasteagle.server.prepare import Plan
 from fasteagle.server.tools import LLAMA3, Call, before_cut_call, parse_calls

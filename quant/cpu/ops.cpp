@@ -268,6 +268,7 @@ TORCH_LIBRARY(FASTEAGLE_NAMESPACE, m) {
       .def("run", &Target::run)
       .def("run_together", &Target::run_together);
   m.def("forbid(Tensor(a!) logits, Tensor words) -> ()");
+  m.def("likeliest(Tensor row, int token, int n) -> (float, Tensor, Tensor)");
   m.def("linear(Tensor x, Tensor packed, Tensor? bias, int n, int first=0) -> Tensor");
   m.def(
       "look_up(Tensor text, Tensor last, Tensor(a!) table, Tensor(b!) kept, Tensor[] corpus, "
@@ -284,6 +285,7 @@ TORCH_LIBRARY_IMPL(FASTEAGLE_NAMESPACE, CPU, m) {
   m.impl("blocks", &blocks);
   m.impl("finish_cycle", &finish_by_lists);
   m.impl("forbid", &forbid);
+  m.impl("likeliest", &likeliest);
   m.impl("linear", &linear);
   m.impl("look_up", &look_up_chain);
   m.impl("maximum", &maximum);

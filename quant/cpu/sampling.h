@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <numeric>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -178,6 +179,34 @@ void forbid(const Tensor& logits, const Tensor& words_) {
       }
     }
   }
+}
+
+// Returns the log-probability of a token by fp32 logits [V], and the `n` likeliest tokens, best
+// first, with theirs.
+std::tuple<double, Tensor, Tensor> likeliest(const Tensor& row, int64_t token, int64_t n) {
+  TORCH_CHECK(row.dim() == 1 && row.scalar_type() == at::kFloat && row.is_contiguous(),
+              "fp32 logits [V]");
+  const int64_t V = row.numel();
+  TORCH_CHECK(token >= 0 && token < V && n >= 0 && n <= V, "a token, and as many as there are");
+  const float *x = row.const_data_ptr<float>(), most = largest_of(x, 0, V).first;
+  TORCH_CHECK(std::isfinite(most), "finite logits");
+  VF total = {}, rest = splat(-std::numeric_limits<float>::infinity());
+  int64_t i = 0;
+  for (; i + W <= V; i += W) total += exp_of(load(x + i) - most);
+  for (int64_t j = i; j < V; j++) rest[j - i] = x[j] - most;
+  const double log_sum = most + std::log(double(sum(total + exp_of(rest))));
+
+  std::vector<int64_t> order(V);
+  std::iota(order.begin(), order.end(), 0);
+  std::partial_sort(order.begin(), order.begin() + n, order.end(),
+                    [&](int64_t a, int64_t b) { return x[a] > x[b] || (x[a] == x[b] && a < b); });
+  Tensor ids = at::empty({n}, at::dtype(at::kLong));
+  Tensor values = at::empty({n}, at::dtype(at::kDouble));
+  for (int64_t k = 0; k < n; k++) {
+    ids.mutable_data_ptr<int64_t>()[k] = order[k];
+    values.mutable_data_ptr<double>()[k] = x[order[k]] - log_sum;
+  }
+  return {x[token] - log_sum, ids, values};
 }
 
 constexpr int64_t PART = 512;  // columns of a row at a time

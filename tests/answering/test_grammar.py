@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fasteagle.answering.answer import AnswerRequest, answer
+from fasteagle.answering.answer_logits import AnswerLogits
 from fasteagle.answering.grammar import GrammarCompiler
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.fused import FusedDrafter
@@ -18,7 +19,6 @@ from fasteagle.drafting.static_tree import StaticTreeDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading.tokenizer import ChatTokenizer
-from fasteagle.logits import AnswerLogits
 from fasteagle.options import AnswerOptions, GrammarSpec, SamplingParams
 from fasteagle.quant import cpu_build
 from fasteagle.shapes import FusedShape, TreeShape

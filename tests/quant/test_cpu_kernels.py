@@ -145,6 +145,22 @@ def test_tokens_without_a_bit_are_forbidden(ops, V):
         ops.forbid(x.double(), words)
 
 
+@pytest.mark.parametrize("V", [1, 15, 64, 1031])
+def test_the_likeliest_are_those_of_torch(ops, V):
+    x = 9 * rows_of(1, V)[0]
+    x[V // 2] = float("-inf") if V > 1 else 0.5
+    x[V // 3] = x[0] if V > 9 else x[V // 3]  # of equal ones the first
+    expected = x.double().log_softmax(-1)
+    for token, n in ((0, 0), (V // 3, min(V, 5)), (V - 1, V)):
+        own, ids, values = ops.likeliest(x, token, n)
+        assert own == pytest.approx(float(expected[token]), abs=1e-5)
+        assert torch.equal(ids, expected.sort(descending=True, stable=True).indices[:n])
+        torch.testing.assert_close(values, expected[ids], rtol=0, atol=1e-5)
+    for row, token, n in ((x, V, 1), (x, -1, 1), (x, 0, V + 1), (x * float("nan"), 0, 1)):
+        with pytest.raises(RuntimeError, match="a token, and as many|finite logits"):
+            ops.likeliest(row, token, n)
+
+
 def test_a_norm_is_that_of_the_model(ops):
     norm = RMSNorm(100, 1e-5)
     norm.weight.data.uniform_(0.5, 2)

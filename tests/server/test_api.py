@@ -11,8 +11,8 @@ import pytest
 from live_server import LETTER_ID, QWEN, number
 
 from fasteagle.answering.answer import AnswerRequest, Chunk
+from fasteagle.answering.answer_logits import TokenLogprob
 from fasteagle.decoding.stats import Stats
-from fasteagle.logits import TokenLogprob
 from fasteagle.options import AnswerOptions, SamplingParams
 from fasteagle.server.metrics import Metrics
 from fasteagle.server.prepare import Plan
