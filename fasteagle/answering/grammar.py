@@ -89,6 +89,7 @@ def _forbid(logits: Tensor, words: Tensor) -> Tensor:
     machine takes longer than a pass.
     """
     if logits.device.type == "cpu" and cpu_build.loaded():
+        logits = logits.contiguous()
         torch.ops.fasteagle_cpu.forbid(logits, words)
         return logits
     allowed = _unpacked(words.to(logits.device))[:, : logits.shape[1]]
