@@ -1,0 +1,63 @@
+"""Headers that SDKs, browsers, proxies and Prometheus go by."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+from live_server import CHAT, SHORT, serving
+
+from fasteagle.options import ServeOptions
+
+APP = {"origin": "https://app.example"}
+
+
+@pytest.fixture(scope="module")
+def shared(loaded):
+    """A server that pages of one origin may use."""
+    with serving(loaded, ServeOptions(port=0, allow_origin=(APP["origin"],))) as found:
+        yield found
+
+
+def test_prometheus_knows_the_format_of_the_numbers(live):
+    """It refuses another kind of content."""
+    kind = httpx.get(f"{live.url}/metrics").headers["content-type"]
+    assert kind.startswith("text/plain; version=0.0.4")
+
+
+def test_a_stream_is_one_of_events(live):
+    """Its last event ends with an empty line too: browsers drop one that does not."""
+    reply = httpx.post(live.url + CHAT, json={**SHORT, "stream": True})
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    assert reply.text.endswith("}\n\ndata: [DONE]\n\n")
+
+
+def test_the_page_is_what_it_says_and_in_no_frame(live):
+    headers = httpx.get(live.url).headers
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["referrer-policy"] == "no-referrer" and headers["cache-control"] == "no-cache"
+    assert "frame-ancestors 'none'" in headers["content-security-policy"]
+
+
+def test_refusals_tell_what_would_be_let_in(live, loaded):
+    assert httpx.get(live.url + CHAT).headers["allow"] == "POST"
+    with serving(loaded, api_key="s3cret") as keyed:
+        reply = httpx.get(f"{keyed.url}/v1/models")
+        assert (reply.status_code, reply.headers["www-authenticate"]) == (401, "Bearer")
+
+
+def test_pages_may_ask_with_a_key_and_read_what_they_need(shared):
+    wanted = {"access-control-request-headers": "authorization"}
+    for method, path in (("GET", "/v1/models"), ("POST", CHAT)):
+        headers = {**APP, **wanted, "access-control-request-method": method}
+        assert httpx.options(shared.url + path, headers=headers).status_code == 200
+    readable = httpx.get(f"{shared.url}/v1/models", headers=APP).headers
+    exposed = readable["access-control-expose-headers"].split(", ")
+    assert {"retry-after", "x-request-id"} <= set(exposed)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_kept"), [("a" * 64, True), ("a" * 65, False), ("a b", False), ("", False)]
+)
+def test_a_request_has_the_name_that_its_client_gives_if_a_log_can_hold_it(live, name, is_kept):
+    reply = httpx.get(f"{live.url}/health", headers={"x-request-id": name})
+    assert (reply.headers["x-request-id"] == name) is is_kept
