@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.responses import JSONResponse, Response
 
 from fasteagle.errors import EngineError, FasteagleError
@@ -73,10 +74,12 @@ def add_errors(app: FastAPI) -> None:
     async def left(request: Request, error: CancelledError) -> Response:
         return Response(status_code=GONE)
 
-    @app.exception_handler(Exception)
     async def broken(request: Request, error: Exception) -> Response:
         complain(request.scope, f"{type(error).__name__}: {error}")
         return _error(500, MISTAKE, kind="server_error")
+
+    # As a handler it would be outside of the layers that name requests and let pages read replies.
+    app.add_middleware(ServerErrorMiddleware, handler=broken)
 
 
 def _place(problem: dict[str, Any], body: Any) -> list[str]:

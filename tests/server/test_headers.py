@@ -7,6 +7,7 @@ import pytest
 from live_server import CHAT, SHORT, serving
 
 from fasteagle.options import ServeOptions
+from fasteagle.server.prepare import Planner
 
 APP = {"origin": "https://app.example"}
 
@@ -61,3 +62,18 @@ def test_pages_may_ask_with_a_key_and_read_what_they_need(shared):
 def test_a_request_has_the_name_that_its_client_gives_if_a_log_can_hold_it(live, name, is_kept):
     reply = httpx.get(f"{live.url}/health", headers={"x-request-id": name})
     assert (reply.headers["x-request-id"] == name) is is_kept
+
+
+def test_a_mistake_has_the_name_under_which_the_log_tells_of_it(shared, monkeypatch, capfd):
+    """And a page that may use the server may read it."""
+
+    def broken(self, body):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(Planner, "chat", broken)
+    reply = httpx.post(shared.url + CHAT, json=SHORT, headers={**APP, "x-request-id": "mine-2"})
+    assert reply.status_code == 500 and "its log says more" in reply.json()["error"]["message"]
+    assert reply.headers["x-request-id"] == "mine-2"
+    assert reply.headers["access-control-allow-origin"] == APP["origin"]
+    errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "mine-2" in errors[0] and errors[0].endswith("planted")
