@@ -1,0 +1,37 @@
+"""Names and addresses under which a server may be called, with no model behind them."""
+
+from __future__ import annotations
+
+import pytest
+from starlette.responses import PlainTextResponse
+from starlette.testclient import TestClient
+
+from fasteagle.options import ServeOptions
+from fasteagle.server.guard import Guard
+
+
+def ask(options, host, **headers):
+    client = TestClient(Guard(PlainTextResponse("in"), options, None))
+    return client.post("/", content=b"x" * 2**10, headers={"host": host, **headers}).status_code
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_pages_of_the_server_itself_are_let_in_behind_a_proxy_too(scheme):
+    options = ServeOptions(allow_host=("box.lan",))
+    assert ask(options, "box.lan", origin=f"{scheme}://box.lan") == 200
+    assert ask(options, "box.lan", origin=f"{scheme}://box.lan.example") == 403
+
+
+@pytest.mark.parametrize(
+    ("listens_on", "statuses"),
+    [("127.0.0.1", (200, 403, 403)), ("0.0.0.0", (200, 200, 403)), ("box.lan", (200, 200, 200))],
+)
+def test_by_which_names_a_server_may_be_called(listens_on, statuses):
+    """Where other machines may call it, by any address: which of them is its own it cannot know."""
+    options = ServeOptions(host=listens_on)
+    assert tuple(ask(options, host) for host in ("[::1]:80", "10.0.0.7", "Box.lan")) == statuses
+
+
+def test_a_body_may_be_as_large_as_the_limit():
+    assert ask(ServeOptions(max_body=2**-10), "localhost") == 200
+    assert ask(ServeOptions(max_body=2**-11), "localhost") == 413
