@@ -1,0 +1,80 @@
+"""Defaults of the command line, and which of them a request replaces."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+from live_server import QWEN, SHORT, WEATHER
+
+from fasteagle.errors import FasteagleError
+from fasteagle.options import AnswerOptions, Defaults, GrammarSpec
+from fasteagle.server.protocol import ChatRequest
+
+HELLO = SHORT["messages"]
+
+
+@pytest.fixture
+def plan(live, monkeypatch):
+    """Plan a chat under defaults."""
+
+    def make(defaults=None, **more):
+        monkeypatch.setattr(live.server.planner, "_defaults", defaults or Defaults())
+        return live.server.planner.chat(ChatRequest(**{"messages": HELLO, **more}))
+
+    return make
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_a_conversation_keeps_its_own_system_prompt(plan, role):
+    defaults = Defaults(system="Be brief.")
+    assert "Be brief." in plan(defaults).text
+    text = plan(defaults, messages=[{"role": role, "content": "Rhyme."}, *HELLO]).text
+    assert "Rhyme." in text and "Be brief." not in text
+
+
+@pytest.mark.parametrize(("stop", "expected"), [(None, ("x",)), ([], ()), ("y", ("y",))])
+def test_stop_strings_of_a_request_replace_those_of_the_server(plan, stop, expected):
+    defaults = Defaults(answer=AnswerOptions(16, ("x",)))
+    assert plan(defaults, stop=stop).answers[0].answer.stop == expected
+
+
+@pytest.mark.parametrize(
+    ("more", "kind"),
+    [
+        ({}, "json_object"),
+        ({"response_format": {"type": "text"}}, None),
+        ({"guided_regex": "a"}, "regex"),
+    ],
+    ids=str,
+)
+def test_a_form_of_a_request_replaces_that_of_the_server(plan, more, kind):
+    form = plan(Defaults(form=GrammarSpec("json_object")), **more).form
+    assert (form and form.kind) == kind
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"response_format": {"type": "json_object"}}, "guided_regex"),
+        ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice"),
+    ],
+    ids=["two forms", "form and call"],
+)
+def test_two_forms_of_a_request_contradict_each_other(live, plan, monkeypatch, more, param):
+    monkeypatch.setattr(live.llm.tokenizer, "_template", QWEN)
+    with pytest.raises(FasteagleError, match=f"{param}: contradicts"):
+        plan(guided_regex="a", **more)
+
+
+def test_the_largest_values_are_let_in(plan):
+    bias = {"5": 100, "6": -100}
+    wanted = plan(stop=["a" * 1000, *"bcdefghijklmnop"], logit_bias=bias).answers[0]
+    assert len(wanted.answer.stop) == 16 and wanted.bias == {5: 100, 6: -100}
+
+
+def test_a_context_that_is_full_cuts_the_answer(live):
+    size = live.llm.engine.max_seq_len
+    body = {"prompt": [5] * (size - 6), "max_tokens": 100, "logit_bias": {"7": 100}}
+    reply = httpx.post(f"{live.url}/v1/completions", json=body).json()
+    assert reply["choices"][0]["finish_reason"] == "length"
+    assert reply["usage"]["total_tokens"] in (size, size + 1)
