@@ -1,0 +1,52 @@
+"""Tools and earlier calls as requests hold them."""
+
+from __future__ import annotations
+
+import pydantic
+import pytest
+from live_server import QWEN, WEATHER
+
+from fasteagle.server.protocol import MOST_TOOLS, ChatRequest
+
+HELLO = {"role": "user", "content": "hello"}
+
+
+def named(name):
+    return {"type": "function", "function": {"name": name}}
+
+
+@pytest.fixture
+def plan(live, monkeypatch):
+    """Plan a chat with a model that calls tools."""
+    monkeypatch.setattr(live.llm.tokenizer, "_template", QWEN)
+    return lambda **body: live.server.planner.chat(ChatRequest(**{"messages": [HELLO], **body}))
+
+
+@pytest.mark.parametrize("arguments", ["", "{}", None])
+def test_a_call_without_arguments_has_none(plan, arguments):
+    """Clients write them as an empty text, too, which is no JSON."""
+    call = {"id": "a", "function": {"name": "now", "arguments": arguments}}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+    text = plan(messages=[HELLO, answer]).text
+    assert '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>' in text
+
+
+def test_a_chosen_tool_is_the_only_one(plan):
+    tools = [named("now"), WEATHER]
+    form = plan(tools=tools, tool_choice=named("weather")).form.text
+    assert "weather" in form and "now" not in form
+    assert "now" in plan(tools=tools, tool_choice="required").form.text
+
+
+@pytest.mark.parametrize("name", ["", "a b", 'a"', "ä", "a" * 65])
+def test_names_that_no_tool_has(name):
+    ChatRequest(messages=[HELLO], tools=[named("get-Weather_2")])
+    with pytest.raises(pydantic.ValidationError, match="tools.0.function.name"):
+        ChatRequest(messages=[HELLO], tools=[named(name)])
+
+
+def test_how_many_tools_there_may_be():
+    tools = [named("f")] * MOST_TOOLS
+    ChatRequest(messages=[HELLO], tools=tools)
+    with pytest.raises(pydantic.ValidationError, match="at most 1024 items"):
+        ChatRequest(messages=[HELLO], tools=[*tools, named("f")])
