@@ -61,20 +61,29 @@ def test_many_clients_get_their_own_answers(live):
     assert found == expected and len(set(found)) > 12
 
 
-def test_requests_that_are_planned_have_places(live):
+def test_requests_that_are_planned_have_places(live, monkeypatch):
+    """One too many is told how long all of these take, at the pace of the last answers."""
     queue = live.server.queue
+    monkeypatch.setattr(queue, "_mean_seconds", 8.0)
 
     async def fill():
         jobs = [Job() for _ in range(queue._most)]
         for job in jobs:
             queue.admit(job)
-        with pytest.raises(QueueFullError):
+        with pytest.raises(QueueFullError) as full:
             queue.admit(Job())
+        assert full.value.retry_after == 8 * queue._most / live.llm.answers.size
         for job in jobs:
             queue.release(job)
 
     asyncio.run(fill())
     assert queue.n_waiting == 0 and httpx.post(live.url + CHAT, json=SHORT).status_code == 200
+
+
+def test_the_pace_of_answers_is_that_of_the_last_ones(live, monkeypatch):
+    monkeypatch.setattr(live.server.queue, "_mean_seconds", 100.0)
+    assert httpx.post(live.url + CHAT, json=SHORT).status_code == 200
+    assert live.server.queue._mean_seconds == pytest.approx(80, abs=1)
 
 
 @pytest.mark.parametrize("n_read", [0, 5])
@@ -169,6 +178,9 @@ def test_too_many_are_told_when_to_come_back(loaded, slow):
         assert int(reply.headers["retry-after"]) >= 1
         assert reply.json()["error"]["type"] == "rate_limit_error"
         assert failures(small, "queue_full") == 1
+        # What wants no answer does not wait for one.
+        tokens = httpx.post(f"{small.url}/tokenize", json={"prompt": "a"})
+        assert tokens.status_code == 200
         running[-1][0].close()  # one slot is enough for both
         assert [job.result().status_code for job in waiting] == [200, 200]
 
@@ -300,6 +312,18 @@ def test_a_finished_answer_that_is_not_read_has_not_timed_out():
         return job.outcome
 
     assert asyncio.run(outcome()) == "length"
+
+
+def test_the_time_for_an_answer_begins_when_its_request_comes():
+    async def fail():
+        job = Job()
+        job.submitted -= 60.0
+        job.limit(60.05)
+        with pytest.raises(TimedOutError, match=r"within 60\.05 seconds"):
+            await asyncio.wait_for(anext(groups([job])), 0.9)
+        return job.outcome
+
+    assert asyncio.run(fail()) == "timeout"
 
 
 def test_the_time_for_a_request_ends(loaded, slow):
