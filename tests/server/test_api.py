@@ -50,6 +50,7 @@ def test_models(client, name):
 def test_a_whole_answer(client, name, live):
     reply = ask(client, name)
     assert reply.object == "chat.completion" and reply.model == name
+    assert type(reply.created) is int
     choice = reply.choices[0]
     assert choice.message.role == "assistant" and choice.finish_reason == "length"
     expected = direct(live)
@@ -75,15 +76,19 @@ def test_a_stream_is_the_whole_in_pieces(client, name, live):
     assert all(e.usage is None for e in without)
 
 
-def test_what_was_guessed_right_is_told(client, name, live):
+@pytest.mark.parametrize("stop", [[], ["another"]], ids=["no stop", "stop"])
+def test_what_was_guessed_right_is_told(client, name, live, stop):
     more = {"show_accepted": True}
-    bias = {"logit_bias": {str(LETTER_ID): 100}}  # a text of one letter, which n-grams guess
+    bias = {
+        "logit_bias": {str(LETTER_ID): 100},
+        "stop": stop,
+    }  # a text of one letter, which n-grams guess
     events = list(ask(client, name, stream=True, max_tokens=60, extra_body=more, **bias))
     told = [e.model_extra["accepted"] for e in events if "accepted" in (e.model_extra or {})]
     assert sum(t["tokens"] for t in told) == 60
     expected = direct(live, n=60, logit_bias={LETTER_ID: 100})
     assert sum(t["accepted"] for t in told) == expected.stats.accepted > 0
-    assert 0 < sum(t["characters"] for t in told) <= 60
+    assert sum(t["characters"] for t in told) == expected.stats.accepted  # a letter for each
     plain = ask(client, name, max_tokens=60, extra_body={"speculate": False}, **bias)
     assert plain.choices[0].message.content == expected.text
     assert plain.usage.model_extra["speculation"]["drafted_tokens"] == 0
@@ -347,21 +352,29 @@ def test_metrics_count_what_happened():
         stats = Stats(10, cached_tokens=4, new_tokens=6, passes=3, drafted=12, decode_seconds=2.5)
         outcome, first_token, seconds = "eos", 0.5, 1.0
 
+    class Cut(Done):
+        stats, outcome = Stats(), "context"
+
     Done.stats.path_lengths = [2, 0, 1]
     metrics = Metrics("m")
     metrics.finished(Done)
+    metrics.finished(Cut)
     text = metrics.text().decode()
     for line in (
         'vllm:spec_decode_num_drafts_total{model_name="m"} 3.0',
         'vllm:spec_decode_num_accepted_tokens_total{model_name="m"} 3.0',
         'vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="0"} 2.0',
         'vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="1"} 1.0',
+        'vllm:spec_decode_num_draft_tokens_total{model_name="m"} 12.0',
+        'vllm:prompt_tokens_total{model_name="m"} 10.0',
+        'vllm:prefix_cache_queries_total{model_name="m"} 10.0',
         'vllm:prefix_cache_hits_total{model_name="m"} 4.0',
         'vllm:request_success_total{finished_reason="stop",model_name="m"} 1.0',
+        'vllm:request_success_total{finished_reason="length",model_name="m"} 1.0',
         'vllm:generation_tokens_total{model_name="m"} 6.0',
-        'vllm:time_to_first_token_seconds_sum{model_name="m"} 0.5',
+        'vllm:time_to_first_token_seconds_sum{model_name="m"} 1.0',
         'vllm:request_time_per_output_token_seconds_sum{model_name="m"} 0.5',
-        'vllm:e2e_request_latency_seconds_sum{model_name="m"} 1.0',
+        'vllm:e2e_request_latency_seconds_sum{model_name="m"} 2.0',
     ):
         assert line in text
 

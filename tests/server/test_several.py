@@ -262,6 +262,20 @@ def test_the_rate_of_several_answers_is_that_of_all_of_them():
     assert server_replies.together([*each, empty]).tok_s == 15.0
 
 
+def test_the_numbers_of_an_answers_speculation():
+    stats = Stats(new_tokens=8, passes=3, drafted=12, ttft=0.25, decode_seconds=2.0)
+    stats.path_lengths = [2, 0, 2]
+    assert server_replies.speculation(stats) == {
+        "passes": 3,
+        "drafted_tokens": 12,
+        "accepted_tokens": 4,
+        "tau": 2.3333,
+        "accepted_per_position": [0.6667, 0.6667],
+        "tokens_per_second": 3.5,
+        "time_to_first_token": 0.25,
+    }
+
+
 def test_one_who_does_not_read_stands_still_alone(live, slow):
     before = failures(live, "stalled")
     with contextlib.closing(deaf(live.port, speculate=False, max_tokens=300)) as client:
