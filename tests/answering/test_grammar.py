@@ -16,7 +16,7 @@ from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.drafting.static_tree import StaticTreeDrafter
-from fasteagle.errors import FasteagleError
+from fasteagle.errors import EngineError, FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading.tokenizer import ChatTokenizer
 from fasteagle.options import AnswerOptions, GrammarSpec, SamplingParams
@@ -229,6 +229,14 @@ def test_an_end_comes_only_where_the_form_is_complete():
     assert not allowed(mask, 260)[0, 256]
     mask.advance([ord("c")])
     assert allowed(mask, 260)[0, 256]
+
+
+@pytest.mark.parametrize("n_rows", [1, 3])
+def test_a_form_without_any_next_token_is_an_error(n_rows):
+    """Also where a tree has other rows, whose masks nobody needs; `c` is not among 64 tokens."""
+    mask = GrammarCompiler(Toy(), 260).start(GrammarSpec("regex", "c"))
+    with pytest.raises(EngineError, match="no token may come next"):
+        mask.rows([0] * n_rows, [0] * n_rows, [True] * n_rows, 64)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from fasteagle.answering.known_texts import KnownTexts
+from fasteagle.answering.known_texts import KNOWN_TEXTS, KnownTexts
 from fasteagle.loading.tokenizer import ChatTokenizer, load_tokenizer
 
 
@@ -43,6 +43,13 @@ def test_the_longest_known_text_goes_on(byte_level):
     for text, ids in (("ab", [1]), ("abcd", [2, 3]), ("abc", [4])):
         texts.add(text, ids, [])
     assert texts.encode("abcdx") == [2, 3, *byte_level.encode("x")]
+
+
+def test_the_oldest_known_text_is_forgotten(byte_level):
+    texts = KnownTexts(byte_level)
+    for i in range(KNOWN_TEXTS + 1):
+        texts.add(f"{i:02}", [i], [])
+    assert texts.encode("00") == byte_level.encode("00") and texts.encode("01") == [1]
 
 
 @pytest.mark.parametrize("begun", ["<", "<|", "<|end|"])
