@@ -17,9 +17,13 @@ def named(name):
 
 @pytest.fixture
 def plan(live, monkeypatch):
-    """Plan a chat with a model that calls tools."""
-    monkeypatch.setattr(live.llm.tokenizer, "_template", QWEN)
-    return lambda **body: live.server.planner.chat(ChatRequest(**{"messages": [HELLO], **body}))
+    """Plan a chat with a model that calls tools, or with another template."""
+
+    def make(template=QWEN, **body):
+        monkeypatch.setattr(live.llm.tokenizer, "_template", template)
+        return live.server.planner.chat(ChatRequest(**{"messages": [HELLO], **body}))
+
+    return make
 
 
 @pytest.mark.parametrize("arguments", ["", "{}", None])
@@ -29,6 +33,14 @@ def test_a_call_without_arguments_has_none(plan, arguments):
     answer = {"role": "assistant", "content": None, "tool_calls": [call]}
     text = plan(messages=[HELLO, answer]).text
     assert '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>' in text
+
+
+def test_marks_for_caches_change_nothing(plan):
+    """Clients for several services send them along."""
+    mark = {"cache_control": {"type": "ephemeral"}}
+    parts = [{"type": "text", "text": "hello", **mark}]
+    marked = plan(messages=[{"role": "user", "content": parts}], tools=[{**WEATHER, **mark}])
+    assert marked.text == plan(tools=[WEATHER]).text
 
 
 def test_a_chosen_tool_is_the_only_one(plan):
