@@ -35,6 +35,26 @@ def test_a_call_without_arguments_has_none(plan, arguments):
     assert '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>' in text
 
 
+def test_a_thought_before_a_call_goes_back_to_the_model(plan):
+    call = {"id": "a", "function": {"name": "now"}}
+    answer = {"role": "assistant", "reasoning_content": "what time?", "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "a", "content": "noon"}
+    text = plan(messages=[HELLO, answer, result]).text
+    assert "<think>\nwhat time?\n</think>\n\n<tool_call>" in text
+
+
+def test_templates_that_write_the_ids_of_calls_get_them(plan):
+    template = (
+        "{% for message in messages %}"
+        "{% for call in message.tool_calls or [] %}{{ call.id }}: {{ call.type }}; {% endfor %}"
+        "{{ message.tool_call_id }}{% endfor %}"
+    )
+    call = {"id": "call_1", "function": {"name": "now"}}
+    result = {"role": "tool", "tool_call_id": "call_1", "content": "noon"}
+    messages = [HELLO, {"role": "assistant", "tool_calls": [call]}, result]
+    assert plan(template, messages=messages).text == "call_1: function; call_1"
+
+
 def test_marks_for_caches_change_nothing(plan):
     """Clients for several services send them along."""
     mark = {"cache_control": {"type": "ephemeral"}}
