@@ -341,7 +341,7 @@ def test_health_metrics_and_page(client, name, live):
     assert httpx.get(f"{live.url}/health").json() == {"status": "ok", "model": name}
     for metric in ("num_requests_running", "num_requests_waiting"):
         assert number(live, f"vllm:{metric}{{.*}}") == 0
-    assert number(live, "vllm:request_queue_time_seconds_count{.*}") > 0
+    assert number(live, "vllm:request_queue_time_seconds_sum{.*}") > 0
     page = httpx.get(live.url)
     assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in page.headers["content-security-policy"]

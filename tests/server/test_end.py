@@ -81,6 +81,13 @@ def test_the_end_of_a_server_finishes_the_running_answers(live, loaded, slow):
             assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]
 
 
+def test_the_first_signal_tells_what_the_second_does(live, loaded, slow, capfd):
+    with serving(loaded) as found, busy(found, 1, max_tokens=30) as ((_, lines),):
+        found.running.handle_exit(signal.SIGTERM, None)
+        assert "once more to end at once" in capfd.readouterr().out
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+
+
 SERVE = [sys.executable, "-m", "fasteagle", "serve", "--drafter", "ngram"]
 
 

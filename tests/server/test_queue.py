@@ -10,6 +10,7 @@ import json
 import re
 import socket
 import time
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -28,10 +29,12 @@ from live_server import (
 )
 
 from fasteagle.answering.answer import Chunk
+from fasteagle.decoding.stats import Stats
 from fasteagle.generate import Engine
 from fasteagle.options import ServeOptions
 from fasteagle.server import app, run
 from fasteagle.server.job import Job, TimedOutError, groups
+from fasteagle.server.log import Record
 from fasteagle.server.queue import QueueFullError
 
 
@@ -132,13 +135,15 @@ def test_a_client_that_leaves_before_the_first_event_is_read(live, slow):
 
 
 def test_a_client_that_leaves_while_it_waits(live, slow):
-    before = failures(live, "cancelled")
+    gone = 'fasteagle:requests_refused_total{.*status="499"}'
+    before, n_gone = failures(live, "cancelled"), number(live, gone)
     with busy(live):
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(live.url + CHAT, json=SHORT, timeout=0.2)
         until(lambda: live.server.queue.n_waiting == 0, 0.5)
         assert live.server.queue.n_running == live.llm.answers.size
         assert failures(live, "cancelled") == before + 1  # while it still waits, not later
+        until(lambda: number(live, gone) == n_gone + 1)
     until(lambda: live.server.queue.n_running == 0)
 
 
@@ -209,6 +214,17 @@ def test_lines_and_numbers_of_requests(loaded, capfd):
         assert re.search(count, text, re.M)
     assert "\nprocess_resident_memory_bytes " in text
     assert re.search(r"^fasteagle:request_planning_time_seconds_count{.*} 2.0$", text, re.M)
+
+
+def test_no_line_is_written_unless_wanted(live, capfd):
+    for _ in range(2):
+        assert httpx.get(f"{live.url}/health").is_success
+    assert "/health" not in capfd.readouterr().err
+
+
+def test_a_line_counts_the_prompt_once_and_all_answers():
+    jobs = [SimpleNamespace(stats=Stats(prompt_tokens=5, new_tokens=n)) for n in (2, 4)]
+    assert Record("127.0.0.1", "a", "POST /", jobs=jobs).tokens == "5+6"
 
 
 def test_a_client_that_does_not_read_is_dropped(loaded, monkeypatch):
