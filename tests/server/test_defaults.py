@@ -66,6 +66,11 @@ def test_two_forms_of_a_request_contradict_each_other(live, plan, monkeypatch, m
         plan(guided_regex="a", **more)
 
 
+def test_seeds_of_several_answers_go_round(plan):
+    answers = plan(seed=2**63 - 1, n=2, temperature=1.0).answers
+    assert [answer.params.seed for answer in answers] == [2**63 - 1, 0]
+
+
 def test_the_largest_values_are_let_in(plan):
     bias = {"5": 100, "6": -100}
     wanted = plan(stop=["a" * 1000, *"bcdefghijklmnop"], logit_bias=bias).answers[0]

@@ -7,6 +7,7 @@ import pytest
 
 HELLO = [{"role": "user", "content": "hello"}]
 LONG = [{"role": "user", "content": "x" * 3000}]
+HUGE = [{"role": "user", "content": "x" * 10**6}]
 
 
 @pytest.mark.parametrize(
@@ -15,6 +16,9 @@ LONG = [{"role": "user", "content": "x" * 3000}]
         ("/v1/chat/completions", {"messages": LONG}, "messages", "context_length_exceeded"),
         ("/v1/completions", {"prompt": "x" * 3000}, "prompt", "context_length_exceeded"),
         ("/v1/completions", {"prompt": "x" * 10**6}, "prompt", "context_length_exceeded"),
+        ("/v1/completions", {"prompt": [1] * 2048}, "prompt", "context_length_exceeded"),
+        ("/v1/chat/completions", {"messages": HUGE}, "messages", "context_length_exceeded"),
+        ("/v1/chat/completions", {"messages": [{"role": "system"}]}, "messages.0.content", None),
         ("/v1/completions", {"prompt": ""}, "prompt", None),
         ("/v1/completions", {"prompt": "a", "model": "gpt-5"}, None, "model_not_found"),
         ("/v1/chat/completions", {"guided_regex": "("}, "guided_regex", None),

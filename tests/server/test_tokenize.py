@@ -14,6 +14,7 @@ def post(live, path, **body):
 def test_the_size_of_the_context_is_told(live):
     size = live.llm.engine.max_seq_len
     (model,) = httpx.get(f"{live.url}/v1/models").json()["data"]
+    assert (model["object"], model["owned_by"]) == ("model", "fasteagle")
     assert model["max_model_len"] == size and type(model["created"]) is int
     assert post(live, "/tokenize", prompt="abc").json()["max_model_len"] == size
 
