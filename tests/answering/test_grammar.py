@@ -236,7 +236,7 @@ def test_a_form_without_any_next_token_is_an_error(n_rows):
     """Also where a tree has other rows, whose masks nobody needs; `c` is not among 64 tokens."""
     mask = GrammarCompiler(Toy(), 260).start(GrammarSpec("regex", "c"))
     with pytest.raises(EngineError, match="no token may come next"):
-        mask.rows([0] * n_rows, [0] * n_rows, [True] * n_rows, 64)
+        allowed(mask, 64, [0] * n_rows, [0] * n_rows)
 
 
 @pytest.mark.parametrize(
