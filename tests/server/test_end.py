@@ -67,7 +67,7 @@ def test_an_answer_that_breaks_spoils_nothing(live, monkeypatch):
 def test_the_end_of_a_server_finishes_the_running_answers(live, loaded, slow):
     with (
         serving(loaded, defaults=Defaults(answer=AnswerOptions(4))) as found,
-        busy(found, max_tokens=400) as running,
+        busy(found, max_tokens=200) as running,
     ):
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(httpx.post, found.url + CHAT, json=SHORT, timeout=30)
@@ -144,7 +144,7 @@ def test_signals_end_the_command(serve_dir, number, times):
 
 def test_a_client_that_does_not_read_does_not_hold_up_the_end(serve_dir):
     port = free_port()
-    process = start(serve_dir, port, "--no-compile", "--timeout", "9")
+    process = start(serve_dir, port, "--no-compile", "--timeout", "3")
     with contextlib.closing(deaf(port)):
         time.sleep(0.5)
         process.send_signal(signal.SIGTERM)
