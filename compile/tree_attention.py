@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
 from fasteagle import model
 from fasteagle.compile.int8_cache import SPARE, dense_rows
@@ -64,7 +63,11 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, T: int) -> Tensor:
     G, S, E = k.shape
     rows = q.view(G, -1, T, E)  # query heads of a group read the same memory
     keys, values = (part.unsqueeze(1).expand(-1, rows.shape[1], -1, -1) for part in (k, v))
-    mask = None if T == S else causal_lower_right(T, S)  # not in memory: the kernel knows it
+    mask = None
+    if T < S:
+        from torch.nn.attention.bias import causal_lower_right  # loads the compiler: 1.4 s
+
+        mask = causal_lower_right(T, S)  # not in memory: the kernel knows it
     with sdpa_kernel(PROMPT_KERNELS):
         y = F.scaled_dot_product_attention(rows, keys, values, mask, is_causal=mask is None)
     return y.flatten(1, 2)

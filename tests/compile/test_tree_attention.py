@@ -196,6 +196,12 @@ def test_package_needs_no_triton():
     assert output_without_triton(code) == "attend"
 
 
+def test_no_compiler_is_loaded_before_it_is_needed():
+    """It takes longer to import than all the rest, and tells torch where compiled code lies."""
+    code = "import fasteagle.loading.open\nprint('torch._dynamo' in sys.modules)"
+    assert output_without_triton(code) == "False"
+
+
 @pytest.fixture
 def kernels():
     pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
