@@ -140,11 +140,17 @@ def test_two_at_once_compile_once(fake_compiler, tmp_path):
     assert cpu_build.build(FASTEST).read_text() == "made\n"
 
 
-def test_the_name_says_what_a_file_is_for(monkeypatch):
-    first = cpu_build.library_path(FASTEST)
-    assert first != cpu_build.library_path(FASTEST, "another")
+def test_the_name_says_what_a_file_is_for(monkeypatch, tmp_path):
+    """And what it was made of: the source, and the headers beside it."""
+    paths = [cpu_build.library_path(FASTEST), cpu_build.library_path(FASTEST, "another")]
     monkeypatch.setattr(torch, "__version__", "9.9.9")
-    assert first != cpu_build.library_path(FASTEST)
+    paths.append(cpu_build.library_path(FASTEST))
+    monkeypatch.setattr(cpu_build, "SOURCE", tmp_path / "ops.cpp")
+    for name in ("ops.cpp", "dot.h"):
+        for text in ("old", "new"):
+            (tmp_path / name).write_text(text)
+            paths.append(cpu_build.library_path(FASTEST))
+    assert len({*paths}) == 7
 
 
 def test_cpu_and_compiler_decide_which_path_is_taken(fake_compiler, monkeypatch):
@@ -166,3 +172,5 @@ def test_cpu_and_compiler_decide_which_path_is_taken(fake_compiler, monkeypatch)
     folder.mkdir(parents=True)
     cpu_build.library_path(cpu_build.ISAS[2]).touch()
     assert cpu_build.chosen().name == "avx-vnni", "built already"
+    cpu_build.library_path(cpu_build.ISAS[3]).touch()
+    assert cpu_build.chosen().name == "avx-vnni", "the faster one of two"

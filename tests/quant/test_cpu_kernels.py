@@ -25,7 +25,7 @@ from fasteagle.quant.cpu_linear import (
 from fasteagle.quant.packed import PackedWeight, int4, int8
 from helpers import rounded_activations
 
-KINDS = ["zeros", "gptq", "q4_1", "hqq", "wide", "int8"]
+KINDS = ["zeros", "gptq", "q4_1", "hqq", "wide", "wide offsets", "int8"]
 
 
 def packed_weight(N: int, K: int, group: int, kind: str) -> PackedWeight:
@@ -49,7 +49,9 @@ def packed_weight(N: int, K: int, group: int, kind: str) -> PackedWeight:
     if kind == "hqq":  # rounded as the value of q = 8
         scales, midpoints = uniform(0.001, 0.1).bfloat16(), uniform(-0.1, 0.1).bfloat16()
         return int4(values, scales, offsets=midpoints.float() - 8 * scales.float())
-    return int4(values, uniform(0.001, 0.1), offsets=uniform(-0.5, 0.1))
+    scales = uniform(0.001, 0.1)
+    scales = scales.half() if kind == "wide offsets" else scales
+    return int4(values, scales, offsets=uniform(-0.5, 0.1))
 
 
 def rows_of(n: int, K: int, seed: int = 1) -> Tensor:
@@ -84,6 +86,13 @@ def test_products_and_rows_are_those_of_the_weight(ops, kind, group, K, N):
         ops.linear(x.bfloat16(), memory, None, N)[:3],
         ops.linear(x.bfloat16().float(), memory, None, N)[:3],
     )
+
+
+def test_an_offset_far_below_its_scale_is_kept(ops):
+    """The value of q = 8, in place of it, would be rounded to 8,000."""
+    weight = int4(torch.zeros(16, 32), torch.full((16, 1), 1e3), offsets=torch.full((16, 1), 1e-4))
+    rows = ops.rows(pack(weight), torch.arange(16), 32)
+    assert torch.equal(rows, weight.dequantize()) and rows.all()
 
 
 @pytest.mark.parametrize("kind", ["q4_1", "int8"])
@@ -182,18 +191,22 @@ def test_modules():
     assert module(x.bfloat16()).dtype == torch.bfloat16
     assert module.exact(x.bfloat16()).dtype == torch.float32
     unbiased = NativeLinear(weight, None)
-    for start, stop in ((16, 48), (0, 16), (3, 20)):
+    for start, stop in ((16, 48), (0, 16), (3, 20), (16, 20)):
         part, expected = unbiased.rows_product(x, start, stop), unbiased(x)[:, start:stop]
         assert (part - expected).norm() < 0.01 * expected.norm()
-        assert start % 16 or torch.equal(part, expected)
+        assert start % 16 or stop % 16 or torch.equal(part, expected)
     with pytest.raises(RuntimeError, match="n is 48, or whole blocks"):
         torch.ops.fasteagle_cpu.linear(x, unbiased.packed, None, 32, 32)
+    unbiased.use_reference()  # in which activations are not rounded
+    part, expected = unbiased.rows_product(x, 0, 16), x @ weight.dequantize()[:16].T
+    torch.testing.assert_close(part, expected, rtol=1e-5, atol=1e-5)
     index = torch.tensor([[4, 47], [0, 4]])
     assert torch.allclose(module.rows(index), weight.dequantize()[index], atol=1e-7)
     held = sum(t.numel() * t.element_size() for t in module.buffers())
     assert held <= 48 * 64 * 0.625 + 64 + 48 * 4 + 128 * 3
-    norm = RMSNorm(64, 1e-6).bfloat16()
-    assert NativeNorm(norm)(x).dtype == torch.bfloat16
+    norm = RMSNorm(64, 0.5).bfloat16()  # the model's epsilon counts
+    normed = NativeNorm(norm)(x)
+    torch.testing.assert_close(normed, norm(x).bfloat16(), rtol=1e-2, atol=1e-3)
     assert not fits(int8(torch.zeros(4, 48, dtype=torch.int8), torch.ones(4, 3)))
 
 
