@@ -97,6 +97,9 @@ def test_refusals_name_the_fix():
             FasteagleError, match=re.escape(f"scale is {bad:.4g}, ") + ".* use int8"
         ):
             interleaved.pack(huge)
+    low = packed.int4(torch.zeros(4, 32), torch.ones(4, 1), offsets=torch.full((4, 1), -1e6))
+    with pytest.raises(FasteagleError, match=r"midpoint is 1e\+06, .* use int8"):
+        interleaved.pack(low)
 
 
 @pytest.mark.parametrize("name", ["g64", "g32-offsets", "int8"])
@@ -211,6 +214,23 @@ def test_only_the_weight_decides_the_split(kernels):
     for cut, rows in zip(cuts, (1, 16, 17, 32, 33, 64), strict=True):
         assert cut.block_m == 16 if rows <= 16 else cut.block_m in (16, 32)
         assert cut.block_m * (cut.n_blocks - 1) < rows <= cut.block_m * cut.n_blocks
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "K"), [(4, 128, 256), (4, 32, 256), (4, 64, 192), (8, 32, 256), (8, 256, 256)]
+)
+def test_buffers_of_the_programs_at_once_fit_a_multiprocessor(bits, group, K):
+    """Two at least, for loads that do not wait for products, and no more than hide the latency."""
+    layout = interleaved.layout_for(bits, group, K)
+    for block_m in tiling.ROW_BLOCKS:
+        cut = tiling.cut_rows(layout, 33, block_m, 1)
+        assert cut.n_blocks == -(-33 // block_m)
+        stage = tiling.weight_bytes(layout) + 2 * block_m * layout.tile
+        used = tiling.OWN_BYTES + (cut.n_stages - 1) * stage
+        assert cut.resident * used <= tiling.SHARED_BYTES and 3 <= cut.n_stages <= 4
+        more = tiling.OWN_BYTES + cut.n_stages * stage
+        assert cut.n_stages == 4 or cut.resident * more > tiling.SHARED_BYTES
+        assert cut.resident == 3 or 3 * (tiling.OWN_BYTES + 2 * stage) > tiling.SHARED_BYTES
 
 
 @pytest.fixture

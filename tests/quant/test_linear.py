@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -12,7 +14,7 @@ from fasteagle.loading.source import quantize_, quantize_head_
 from fasteagle.model import EagleHead, rows_product
 from fasteagle.quant import interleaved, packed
 from fasteagle.quant import linear as linear_module
-from fasteagle.quant.cuda_linear import InterleavedLinear
+from fasteagle.quant.cuda_linear import InterleavedLinear, in_half_range
 from fasteagle.quant.linear import (
     Int4Linear,
     Int8Linear,
@@ -21,7 +23,13 @@ from fasteagle.quant.linear import (
     SideBySide,
     make_linear,
 )
-from fasteagle.quant.packed import PackedWeight, pack_nibbles, stack, unpack_nibbles
+from fasteagle.quant.packed import (
+    PackedWeight,
+    pack_nibbles,
+    stack,
+    stack_one_by_one,
+    unpack_nibbles,
+)
 from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import Scheme
 from helpers import random_head, random_target, tiny_config
@@ -89,13 +97,25 @@ def test_what_a_weight_means_by_hand():
 def test_stacking_keeps_every_value():
     a = quantize_weight(weight(seed=1), Scheme(4, 64))
     b = quantize_weight(weight(seed=2), Scheme(4, 64, "hqq"))
-    for parts in ((a, a), (a, b), (b, b)):
+    c = dataclasses.replace(a, scales=(a.scales.float() * 1.001).half())  # not exact in bf16
+    for parts in ((a, a), (a, b), (b, b), (a, c), (c, a)):
         whole = stack(parts)
         expected = torch.cat([part.dequantize() for part in parts])
         assert torch.allclose(whole.dequantize(), expected, rtol=1e-6, atol=1e-7)
         assert torch.equal(whole.values(), torch.cat([part.values() for part in parts]))
     index = torch.tensor([5, 0, 7])
     assert torch.equal(a.rows(index).dequantize(), a.dequantize()[index])
+
+
+def test_stacking_one_by_one_is_left_where_formats_differ():
+    a, b = (quantize_weight(weight(seed=i), Scheme(4, 64)) for i in (1, 2))
+    whole, expected = stack_one_by_one(iter((a, b)), 96), stack((a, b))
+    assert all(map(torch.equal, whole.tensors().values(), expected.tensors().values()))
+    for method, group, dtype in (("minmax", 32, None), ("hqq", 64, None), ("minmax", 64, "half")):
+        other = quantize_weight(weight(), Scheme(4, group, method))
+        if dtype:
+            other = dataclasses.replace(other, scales=other.scales.half())
+        assert stack_one_by_one(iter((a, other)), 96) is None
 
 
 def test_group_sizes_that_do_not_divide():
@@ -114,6 +134,16 @@ def test_errors_stay_within_half_a_step(scheme):
     else:
         assert (error <= 0.54 * step).all()  # scales are rounded to bf16
     assert quantized.scales.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.name)
+def test_groups_of_zeros_or_of_one_sign(scheme):
+    w = weight(6, 128).abs() + 0.1
+    w[1], w[2:4] = 0, -w[2:4]
+    w[4:] *= 1e-9
+    restored = quantize_weight(w, scheme).dequantize()
+    assert restored.isfinite().all() and not restored[1].any()
+    assert (restored[:4] - w[:4]).abs().max() < 0.05 * w.max() and restored[4:].abs().max() < 1e-4
 
 
 def test_hqq_beats_min_max_where_weights_have_outliers():
@@ -228,6 +258,36 @@ def test_rows_of_the_linear_of_cuda_cost_no_others(scheme, monkeypatch):
     for index in (torch.tensor([299, 3, 3]), torch.arange(300)):
         assert torch.equal(linear.rows(index), expected[index])
     assert sizes == [(3, 256), (300, 256)]
+
+
+@pytest.mark.parametrize("scheme", [Scheme(8), Scheme(4, 64)], ids=str)
+@pytest.mark.parametrize("unit", [None, 12])
+def test_halves_that_alternate_change_no_result(scheme, unit):
+    """Of all outputs, or of each expert's."""
+    linear = InterleavedLinear(quantize_weight(weight(), scheme), torch.linspace(-1, 1, 48))
+    x, index = torch.randn(3, 256), torch.tensor([47, 0, 5, 6, 7, 23, 24])
+    expected, words = (linear.exact(x), linear.rows(index)), linear.words.clone()
+    for _ in range(2):  # as for a target and for a drafter that shares its blocks
+        linear.pair_halves(unit)
+        assert not torch.equal(linear.words, words)
+        assert torch.equal(linear.rows(index), expected[1])
+        torch.testing.assert_close(linear.exact(x), expected[0])
+    with pytest.raises(AssertionError, match="other units"):
+        linear.pair_halves(6)
+
+
+@pytest.mark.parametrize(("sums", "most"), [("fp32", 2.0**15), ("fp16", 2.0**9)])
+def test_inputs_are_scaled_into_the_range_of_their_sums(sums, most):
+    """By powers of two, and not at all where they are in it: small ones would lose digits."""
+    x = torch.tensor([[1.0, -3.0], [-6e4, 768.0], [400.0, 2.0]])
+    for rows in (x.half(), x, torch.cat((x, x * 2.0**80))):
+        half, scale = in_half_range(rows, sums)
+        if scale is None:
+            assert sums == "fp32" and half is rows, "as it is, beyond half of the range too"
+            continue
+        assert half.dtype == torch.float16 and half.abs().max() < most
+        assert torch.equal(half * scale, rows.float())
+        assert scale[[0, 2]].eq(1).all() and scale[1] == (2 if sums == "fp32" else 128)
 
 
 def test_quantized_logits_are_exact_where_it_matters():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
+from fasteagle.config import ModelConfig, MoEConfig
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.registry import preset
 from fasteagle.quant.scheme import (
@@ -38,9 +41,24 @@ def test_model_bytes_by_hand():
     assert INT8.model_bytes(SMALL) == SMALL.linear_params + 3 * 49152 * 576
 
 
+def mixture(**changes) -> ModelConfig:
+    return dataclasses.replace(SEVEN, moe=MoEConfig(8, 2, 1024, **changes))
+
+
+def test_routers_stay_in_fp32():
+    config = mixture()
+    linear, table = 32 * (4 * 4096**2 + 8 * 3 * 4096 * 1024), 32000 * 4096
+    assert INT8.model_bytes(config) == linear + 3 * table + 4 * 32 * 8 * 4096
+
+
 def test_the_widest_group_that_fits():
     assert int4_for(SEVEN) == Scheme(4, 128, "hqq", 8)
     assert int4_for(SMALL).group_size == 64  # 576 does not divide by 128
+    # 11,040, which no wider groups than 32 divide, counts where a block has no experts.
+    odd = dataclasses.replace(mixture(), ffn_dim=11040)
+    assert int4_for(odd).group_size == 128
+    assert int4_for(dataclasses.replace(odd, dense_blocks=(0,))).group_size == 32
+    assert int4_for(mixture(shared_ffn_dim=1088)).group_size == 64
 
 
 @pytest.mark.parametrize(
@@ -58,6 +76,13 @@ def test_names(name, scheme):
     assert is_scheme_name(name)
     if name != "int4":
         assert parse_scheme(scheme.name, SEVEN) == scheme
+
+
+def test_values_of_the_file_are_another_format_than_ours():
+    """Records of measurements carry the name."""
+    assert Scheme(8, 32, "own").name == "int8-g32-own" != parse_scheme("int8-g32", SEVEN).name
+    assert Scheme(4, 128, "own").name == "int4-g128-own"
+    assert Scheme(8, 32, "own").option == "--int8" and INT8.option == "--precision int8"
 
 
 @pytest.mark.parametrize(
