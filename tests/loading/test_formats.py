@@ -81,6 +81,12 @@ def test_compressed_tensors_unused_g_idx():
     assert torch.equal(weight.dequantize(), oracle.weight())
 
 
+def test_compressed_tensors_of_an_odd_number_of_columns():
+    """Two of them share a byte here."""
+    with pytest.raises(FasteagleError, match="shapes do not fit each other: weight_packed"):
+        from_compressed_tensors(torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, 9), (1, 9))
+
+
 @pytest.mark.parametrize(
     ("stored", "v2", "sym", "offset"),
     [

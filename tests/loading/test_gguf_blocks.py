@@ -17,7 +17,8 @@ from fasteagle.loading.stored import StoredFolder
 from fasteagle.loading.tensors import weight_bytes
 from fasteagle.loading.tokenizer import DummyTokenizer
 from fasteagle.options import RuntimeOptions
-from fasteagle.quant.gguf_blocks import GGUF_4_BITS, GGUF_BLOCKS, from_gguf_blocks
+from fasteagle.quant import gguf_blocks
+from fasteagle.quant.gguf_blocks import GGUF_4_BITS, GGUF_BLOCKS, GGUF_WIDENED, from_gguf_blocks
 from fasteagle.quant.linear import QuantizedLMHead
 from fasteagle.quant.scheme import Scheme
 from gguf_files import PLACES, random_rows, stored_rows, write_gguf
@@ -69,6 +70,24 @@ def test_blocks_of_unusual_size(kind):
         values = from_gguf_blocks(torch.from_numpy(rows[n : n + 1]), kind).dequantize().numpy()
         bound = 0 if exact else error_bound(kind, rows[n : n + 1]) * 1.001
         assert (abs(values - expected[n]) <= bound).all(), n
+
+
+@pytest.mark.parametrize("values", [1100, 100])
+def test_a_weight_is_converted_in_parts(values, monkeypatch):
+    """As many rows as have so many values, one at least."""
+    rows = torch.from_numpy(random_rows("Q6_K", (5, 512), 0.06))
+    expected = from_gguf_blocks(rows, "Q6_K")
+    monkeypatch.setattr(gguf_blocks, "CONVERTED_VALUES", values)
+    weight = from_gguf_blocks(rows, "Q6_K")
+    assert torch.equal(weight.q, expected.q) and torch.equal(weight.scales, expected.scales)
+
+
+def test_types_that_grow_are_those_that_a_note_names():
+    """To 34 bytes for 32 weights."""
+    weights = {kind: 256 if "K" in kind or "XS" in kind else 32 for kind in GGUF_BLOCKS}
+    growth = {kind: 34 / 32 * weights[kind] / size for kind, size in GGUF_BLOCKS.items()}
+    converted = GGUF_BLOCKS.keys() - GGUF_4_BITS
+    assert {kind for kind in converted if growth[kind] > 1.8} == GGUF_WIDENED
 
 
 @pytest.mark.parametrize("kind", ["TQ1_0", "MXFP4", "IQ2_XS"])

@@ -287,6 +287,16 @@ def put(part, value):
             put("weight_zero_point", lambda t: t.new_full((8 * len(t), t.shape[1]), -9).char()),
             "weight_zero_point is beyond 4 b",
         ),
+        (
+            "compressed",
+            put("weight_zero_point", lambda t: t.new_full((8 * len(t), t.shape[1]), 9).char()),
+            "weight_zero_point is beyond 4 b",
+        ),
+        (
+            "compressed",
+            put("weight_packed", lambda t: t.long()),
+            r"weight_packed words of torch\.i",
+        ),
         ("compressed", put("weight_packed", lambda t: t[:64]), "shapes do not fit"),
         ("compressed", put("weight", torch.zeros(128, 128)), "q_proj.weight is there unpacked"),
     ],
