@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
+import itertools
 import json
 import random
+import re
 
 import pytest
 import torch
 
+from fasteagle import __version__
 from fasteagle.compile import cycles
-from fasteagle.compile.costs import conditions, follow_costs, load_costs, store_costs, tune_now
+from fasteagle.compile.costs import (
+    choose_plain_rows,
+    conditions,
+    costs_of,
+    follow_costs,
+    load_costs,
+    store_costs,
+    tune_now,
+)
 from fasteagle.compile.cycles import CycleCompiler
-from fasteagle.compile.measurement import Measurement
+from fasteagle.compile.measurement import BLOCK, WARM, Measurement, timed_rows
 from fasteagle.decoding.cycle import EAGER, Pieces
 from fasteagle.decoding.launch import variant_of
 from fasteagle.drafting.base import Tuning
@@ -25,7 +37,7 @@ from fasteagle.generate import Engine
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import FusedShape, GatedChain, TreeShape
-from helpers import captured_engine, costs, generated, pairs, random_head, tuned_engine
+from helpers import ROWS, captured_engine, costs, generated, pairs, random_head, tuned_engine
 
 GREEDY = SamplingParams()
 
@@ -173,6 +185,8 @@ def assert_true_pairs(engine, text):
     [
         lambda text: text.replace('"torch"', '"tensor"'),
         lambda text: text.replace(f'"{torch.__version__}"', '"1.0"'),
+        lambda text: text.replace(f'"fasteagle": "{__version__}"', '"fasteagle": "0.0"'),
+        lambda text: re.sub('"device": "[^"]*"', '"device": "i386"', text),
         lambda text: text[:40],
         lambda text: "[]",
         lambda text: text.replace('"other"', '"best"'),
@@ -248,6 +262,32 @@ def test_costs_under_other_conditions_are_not_used(engine, said, change):
     assert load_costs(engine, drafter, lines.append) is None and said in lines[0]
 
 
+def test_costs_decide_the_rows_of_plain_passes(engine, target, monkeypatch):
+    """Where passes are replayed they have one, and nothing is timed."""
+    for faster, ms in ((2, 9.0), (1, 10.0)):
+        follow_costs(engine, engine.drafter, costs(ROWS | {2: ms}))
+        assert engine.plain_rows == faster
+    monkeypatch.setattr(Measurement, "verify", lambda self, T: pytest.fail("timed"))
+    assert choose_plain_rows(captured_engine(target, 512)) == 1
+
+
+def test_compiled_code_is_put_in_place_at_the_gate(engine, monkeypatch):
+    """It may be while an answer is written; compiling takes long, and needs no gate."""
+    order = []
+
+    @contextlib.contextmanager
+    def gate():
+        order.append("in")
+        yield
+        order.append("out")
+
+    for name in ("compile", "apply"):
+        monkeypatch.setattr(CycleCompiler, name, lambda self, name=name: order.append(name))
+    store_costs(engine, engine.drafter, costs(), 1.0)
+    costs_of(engine, engine.drafter, pytest.fail, gate=gate, compiled=True)
+    assert order == ["compile", "in", "apply", "out"]
+
+
 def test_a_fixed_tree_is_not_tuned(target):
     engine = Engine(target, 512)
     engine.use(EagleDrafter(random_head(target), TreeShape(3, 3, 8), 512))
@@ -264,6 +304,7 @@ def test_captured_cycles_are_what_is_timed(target, tmp_path):
     assert engine.cached == held
     # The fake device takes 1 ms for whatever it replays.
     assert set(plan.costs.passes.values()) == set(plan.costs.first_level.values()) == {1.0}
+    assert plan.costs.other == plan.costs.plain_other == 0.0, "never less"
     assert generated(engine, 60) == expected
 
 
@@ -277,8 +318,42 @@ def test_rows_that_are_timed_are_different_tokens_of_the_text(target):
     assert len(set(measurement._tokens(32))) == 32
 
 
+def test_times_are_those_of_warm_runs_in_a_row(engine, monkeypatch):
+    """A level is half of what two more take; noise may make it nothing, not less."""
+    runs = itertools.count()
+
+    def verify(self, T):
+        return 100.0 if next(runs) % BLOCK < WARM else 10.0 + T
+
+    monkeypatch.setattr(Measurement, "verify", verify)
+    monkeypatch.setattr(Measurement, "_cycle", lambda self, shape: (9.0, 0.5))
+    for three, level in ((8.0, 3.0), (1.5, 0.0)):
+        times = {1: 2.0, 3: three}
+        monkeypatch.setattr(
+            Measurement, "draft", lambda self, shape, times=times: times[shape.levels]
+        )
+        costs = Measurement(engine, engine.drafter).run(0.0)
+        assert costs.passes == {T: 10.0 + T for T in timed_rows(512)}
+        assert {*costs.first_level.values()} == {2.0} and {*costs.level.values()} == {level}
+        assert costs.other == costs.plain_other == 0.5
+
+
+@pytest.mark.parametrize(("compiled", "share"), [(1.0, 0.5), (2.0, 1.0), (3.0, 1.0)])
+def test_compiled_drafting_counts_as_no_slower(engine, monkeypatch, compiled, share):
+    times = {True: 2.0, False: compiled}
+    monkeypatch.setattr(Measurement, "draft", lambda self, shape, eager: times[eager])
+    measurement, drafter = Measurement(engine, engine.drafter), engine.drafter
+    assert measurement._compiled_share() == 1.0, "nothing is compiled"
+    variant = variant_of(drafter, engine.spec(drafter.shape, SamplingMode()))
+    engine.runner.compiled[variant] = EAGER
+    assert measurement._compiled_share() == share
+
+
 def test_a_full_context_makes_room_for_measuring(target):
+    assert (timed_rows(64)[-1], timed_rows(62)[-1]) == (32, 24)
     engine = Engine(target, 64)
+    engine.prefill([5] * 32)  # and a root
+    assert Measurement(engine, None).verify(32) > 0 and engine.cached == []
     generated(engine, 60)
     measurement = Measurement(engine, None)
     assert measurement.verify(32) > 0 and engine.cached == []

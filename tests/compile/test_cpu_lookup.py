@@ -13,6 +13,7 @@ from fasteagle.compile.costs import begin_policy, tune_now
 from fasteagle.compile.cpu_backend import CpuBackend
 from fasteagle.compile.cpu_draft import NativeDraft
 from fasteagle.compile.cycles import CycleCompiler
+from fasteagle.compile.measurement import Measurement
 from fasteagle.decoding.cycle import EAGER
 from fasteagle.drafting.base import Tuning
 from fasteagle.drafting.costs import Costs
@@ -154,7 +155,10 @@ def test_chains_are_measured_where_cycles_are_compiled(target, head, tmp_path):
     assert answer(engine, SamplingParams()) == answer(engine_of(target), SamplingParams())
 
 
-def test_chains_have_a_policy_before_anything_is_measured(target, tmp_path):
+def test_chains_have_a_policy_before_anything_is_measured(target, tmp_path, monkeypatch):
+    """Usual costs, in passes of this machine: the second one, for the first may read the disk."""
+    times = iter((900.0, 40.0))
+    monkeypatch.setattr(Measurement, "verify", lambda self, T: next(times))
     drafter = fused(target)
     engine = engine_of(target, drafter)
     begin_policy(engine)
@@ -162,7 +166,13 @@ def test_chains_have_a_policy_before_anything_is_measured(target, tmp_path):
     drafter.tuning = Tuning(tmp_path / "costs.json", DEFAULT_RANKS)
     begin_policy(engine)
     assert drafter.policy.shapes == [GatedChain(REACH)] and not list(tmp_path.iterdir())
+    costs = drafter.policy.costs
+    assert costs.passes[1] == 40.0 and costs.chain[8] == 0.45 * 40.0
     begin_policy(engine_of(target))
+    tree = EagleDrafter(drafter.head, TreeShape(3, 3, 8), 512)
+    tree.tuning = drafter.tuning
+    begin_policy(engine_of(target, tree))
+    assert tree.policy is None, "a tree waits for what is measured"
 
 
 @pytest.mark.parametrize(("params", "compiled"), [(PARAMS[0], True), (PARAMS[2], False)], ids=str)
