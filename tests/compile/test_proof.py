@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
+import json
 
 import pytest
 import torch
@@ -93,6 +95,15 @@ def test_a_wrong_pass_is_the_cores(model, monkeypatch, capsys):
     proof.prove(CpuBackend(model), strict=True)
 
 
+@pytest.mark.parametrize("damaged", ["", "[]", "null", "{"])
+def test_a_damaged_record_is_made_again(model, damaged):
+    for content in ("{}", damaged, "{}"):
+        proof.prove(CpuBackend(model), strict=True)
+        (stamp,) = (cache_dir() / "proofs").iterdir()
+        assert json.loads(stamp.read_text()) == {}
+        stamp.write_text(content)
+
+
 def test_what_raises_is_tried_again_at_the_next_start(model, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         patch.setattr(cpu_pass.NativePass, "__call__", raising)
@@ -144,6 +155,61 @@ def test_another_library_or_another_triton_is_proved_too(model, monkeypatch):
     assert proof._kernels(card) == triton.__version__
     monkeypatch.setattr(proof, "has_triton", lambda: False)
     assert proof._kernels(card) is None
+
+
+def test_each_condition_of_a_proof_counts(model, monkeypatch, tmp_path):
+    """A record of other kernels, weights or machines proves nothing."""
+    backend, digests = CpuBackend(model), []
+
+    def note_conditions(of: CpuBackend = backend) -> None:
+        digests.append(proof._digest(proof._conditions(of)))
+
+    note_conditions()
+    note_conditions(CpuBackend(native_target(tiny_config(**SHAPE | dict(norm_eps=1e-6)))))
+    note_conditions(CpuBackend(native_target(model.config, bits=8)))
+    target = backend.target
+    backend.target = dataclasses.replace(target, cache_dtype=torch.int8)
+    note_conditions()
+    model.norm.bfloat16()
+    model.embedding.bfloat16()
+    note_conditions()
+    monkeypatch.setattr(proof, "cpu_field", lambda *names: "mmx")
+    note_conditions()
+    monkeypatch.setattr(proof, "device_name", lambda device: "i386")
+    note_conditions()
+    monkeypatch.setattr(torch, "__version__", "9.9.9")
+    note_conditions()
+    monkeypatch.setattr(proof, "_sources", proof._sources.__wrapped__)  # read once else
+    monkeypatch.setattr(proof.resources, "files", lambda package: tmp_path)
+    for suffix in (".py", ".cpp", ".h"):
+        (tmp_path / f"kernels{suffix}").write_text(suffix)
+        note_conditions()
+    assert len({*digests}) == len(digests)
+
+
+def test_a_head_of_another_config_is_proved_too(model, monkeypatch):
+    proved = []
+    monkeypatch.setattr(proof, "drafting_checks", lambda _, head: iter(proved.append(head) or ()))
+    for base in (1e4, 1e4, 5e5):
+        head = random_head(model, rope_base=base)
+        quantize_head_(head, Scheme(8, head_bits=8), native=True)
+        proof.prove_drafting(CpuBackend(model), head)
+    assert [head.config.block.rope_base for head in proved] == [1e4, 5e5]
+
+
+def test_a_wrong_product_among_larger_ones_is_seen(monkeypatch):
+    linears = torch.nn.ModuleList()
+    for n, size in ((96, 1e3), (64, 1.0)):
+        linear = torch.nn.Linear(64, n, bias=False).requires_grad_(False)
+        linear.weight *= size
+        linears.append(quantize_linear(linear, Scheme(4, 32), native=True))
+    check = proof.Check("products", proof.TOLERANCE, lambda: proof._products(linears))
+    assert check.failure() is None
+    product = NativeLinear._product
+    monkeypatch.setattr(
+        NativeLinear, "_product", lambda self, x: product(self, x) * (self.out_features != 64)
+    )
+    assert "off by" in check.failure()
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -298,6 +364,8 @@ def test_a_wrong_step_of_a_draft_head_is_the_cores(model, drafter, monkeypatch, 
     proof.prove_drafting(backend, drafter.head)
     assert "drafting of backend cpu" in capsys.readouterr().err
     assert backend.step(drafter.head) is None and backend.left == {"drafting"}
+    linears = [m for m in drafter.head.modules() if isinstance(m, NativeLinear)]
+    assert linears and all(linear._by_reference for linear in linears)
 
 
 def test_a_failure_names_the_file_that_keeps_it(model, monkeypatch, capsys):
