@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 from device_checks import (
     check_cache_in_8_bits,
@@ -23,6 +24,7 @@ from fasteagle.config import MoEConfig
 from fasteagle.decoding.cycle import EAGER
 from fasteagle.drafting.base import top_children
 from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.model import CORE, RMSNorm, Target
@@ -95,6 +97,16 @@ def test_operators_find_weights_while_anyone_runs_them():
     assert address not in cuda_blocks._LIVING
 
 
+def test_blocks_that_add_up_in_another_way_have_settings_of_their_own():
+    model, _ = packed_target(accumulate="fp16")
+    first = cuda_blocks.FusedBlocks(list(model.blocks)).shared
+    for module in model.modules():
+        if isinstance(module, InterleavedLinear):
+            module.sum_in_fp32()
+    second = cuda_blocks.FusedBlocks(list(model.blocks)).shared
+    assert (first.settings.accumulate, second.settings.accumulate) == ("fp16", "fp32")
+
+
 def test_a_tree_of_more_rows_than_the_kernels_take_is_refused():
     """The core would run its pass, with other bits than plain decoding."""
     target, _ = packed_target("gqa", n_layer=1)
@@ -121,6 +133,9 @@ def by_the_core(x, scale, eps):
         (dict(moe=MoEConfig(4, 2, 96)), "inputs that are no multiple of 64"),
         (dict(moe=MoEConfig(4, 2, 64, shared_ffn_dim=96)), "inputs that are no multiple of 64"),
         (dict(moe=MoEConfig(4, 2, 64), dim=192), "experts at a model dim that is no multiple of"),
+        (dict(n_head=32, n_kv_head=32, head_dim=18), "attention heads of 18 columns"),
+        (dict(n_head=8, n_kv_head=8, head_dim=8), "attention heads of 8 columns"),
+        (dict(n_head=2, head_dim=320), "attention heads of 320 columns"),
     ],
 )
 def test_what_blocks_are_left_to_the_core_for(changes, reason):
@@ -167,12 +182,53 @@ def test_what_several_answers_share(name):
     assert not backend.shares_passes
 
 
-def test_other_linears_keep_their_blocks():
-    model, _ = packed_target()
-    model.blocks[1].mlp.down.bias = torch.nn.Parameter(torch.zeros(128))
+class Other(InterleavedLinear):
+    """A linear of a kind of its own, whose results the kernels would not compute."""
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda block: setattr(block.mlp.down, "bias", torch.zeros(128)), "biases"),
+        (lambda block: setattr(block.attention.out, "bias", torch.zeros(128)), "biases"),
+        (lambda block: setattr(block.attention, "k_norm", nn.Identity()), "queries or keys alone"),
+        (lambda block: setattr(block.mlp.down, "__class__", Other), "not quantized, or in anoth"),
+        (lambda block: setattr(block.mlp, "down", nn.Linear(192, 128).half()), "not quantized, or"),
+    ],
+)
+def test_other_linears_keep_their_blocks(change, reason):
+    """Those of one block do, and all blocks stay with the core."""
+    model, _ = packed_target("qwen3")
+    change(model.blocks[1])
     backend = KernelBackend(model)
     assert backend.leaves_blocks and backend.target.ops.run_blocks is None
-    assert "blocks by the core" in backend.describe()
+    assert "blocks by the core" in backend.describe() and reason in backend.describe()
+
+
+def test_a_head_is_drafted_with_together_until_its_kernels_are_left():
+    """Or another drafter comes: shared drafting is of one head."""
+    model, _ = packed_target(vocab_size=64)
+    packed = quantize_weight(model.lm_head.weight.float(), Scheme(8))
+    model.lm_head = QuantizedLMHead(InterleavedLinear(packed, None))
+    backend, heads = KernelBackend(model), [random_head(model, seed=seed) for seed in (1, 2)]
+    for head in heads:
+        pack_(head.half(), Scheme(4, 64))
+    one, two = (EagleDrafter(head, TreeShape(2, 2, 4), 128) for head in heads)
+    for drafter in (one, two):
+        backend.adopt(drafter)
+        assert backend.drafts_together(drafter) and backend._draft.head is drafter.head
+    made = backend._draft
+    backend.adopt(two)
+    assert backend._draft is made, "with what was captured"
+    backend.adopt(NgramDrafter())
+    assert backend._draft is None
+    for part in ("drafting", "commits"):
+        backend = KernelBackend(model)
+        backend.adopt(one)
+        backend.leave(part)
+        assert backend._draft is None and backend.shares_passes
+        assert backend.drafts_together(one) is (part == "commits")
+        assert backend.merges_lookup is (part == "drafting")
 
 
 def test_norms_of_blocks_that_are_not_fused(monkeypatch):
