@@ -360,6 +360,16 @@ def test_a_full_context_makes_room_for_measuring(target):
     assert generated(engine, 40) == generated(Engine(target, 64), 40)
 
 
+def test_the_rest_of_a_replayed_cycle_is_neither_its_pass_nor_its_draft(
+    target, tmp_path, monkeypatch
+):
+    engine = tuned_engine(target, tmp_path, made=captured_engine)
+    measurement, shape = Measurement(engine, engine.drafter), engine.drafter.shape
+    monkeypatch.setattr(Measurement, "verify", lambda self, T: 0.25)
+    monkeypatch.setattr(Measurement, "draft", lambda self, shape, eager: 0.5)
+    assert measurement._cycle(shape) == (1.0, 0.25) and measurement._cycle(None) == (1.0, 0.75)
+
+
 def test_cycles_of_a_device_that_replays_are_timed_with_its_compiled_pieces(target):
     engine = captured_engine(target, 512)
     drafter = EagleDrafter(random_head(target), TreeShape(3, 3, 8), 512)

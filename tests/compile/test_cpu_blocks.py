@@ -230,6 +230,7 @@ def test_a_prompt_is_read_in_parts_that_go_through_together(monkeypatch):
 def test_other_models_keep_their_blocks():
     for config in (
         tiny_config(**SHAPE | dict(head_dim=24)),
+        tiny_config(**SHAPE | dict(head_dim=272)),
         tiny_config(**SHAPE | dict(ffn_dim=80)),
         tiny_config(**SHAPE | dict(moe=MoEConfig(4, 2, 48))),
         tiny_config(**SHAPE | dict(moe=MoEConfig(4, 2, 64, shared_ffn_dim=80))),
@@ -242,6 +243,9 @@ def test_other_models_keep_their_blocks():
         assert backend.leaves_blocks == (config.moe is None)
         run_chain(backend.target, torch.arange(5), KVCache(config, 256, torch.float32, "cpu"))
     assert not runs_on_cpu(random_target(tiny_config(**SHAPE)))
+    target = native_target(tiny_config(**SHAPE))
+    target.blocks[1].attention.out.bias = torch.zeros(64)
+    assert not runs_on_cpu(target)
 
 
 @pytest.mark.parametrize("algorithm", ["eagle1", "mtp", "eagle3"])
