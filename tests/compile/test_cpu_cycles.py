@@ -12,6 +12,7 @@ from fasteagle.batch import Batch
 from fasteagle.compile import cpu_cycles
 from fasteagle.compile.cpu_backend import CpuBackend
 from fasteagle.compile.cpu_cycles import MOST_CYCLES, CpuRunner, NativeCycles
+from fasteagle.compile.cpu_draft import NativeDraft
 from fasteagle.compile.cycles import CycleCompiler
 from fasteagle.decoding.launch import End
 from fasteagle.drafting.base import Drafter
@@ -443,7 +444,8 @@ def test_a_call_that_fails_ends_all_its_texts(target, monkeypatch):
 
 def test_what_the_kernels_do_not_run_is_run_cycle_by_cycle(target):
     normed = head_of(target, "eagle3", aux_norm="all")
-    assert normed.aux_norms
+    draft = NativeDraft()
+    assert draft.reads(head_of(target)) and normed.aux_norms and not draft.reads(normed)
     chain = EagleDrafter(normed, GatedChain(REACH), 512)
     tree = EagleDrafter(head_of(target, "eagle1"), TreeShape(2, 2, 4), 512)
     rounds = StaticTreeDrafter(head_of(target, "eagle1"), 512, ((0,), (1,)), sampled=True)

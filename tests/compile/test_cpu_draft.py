@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from fasteagle.decoding.backend import Backend
 from fasteagle.decoding.cycle import EAGER
 from fasteagle.drafting.base import DraftOps
 from fasteagle.drafting.eagle import EagleDrafter
-from fasteagle.drafting.thresholds import Thresholds
+from fasteagle.drafting.thresholds import LONGEST, Thresholds
 from fasteagle.generate import Engine
 from fasteagle.loading.source import quantize_head_, quantize_linear
 from fasteagle.model import Target
@@ -20,6 +22,7 @@ from fasteagle.quant.linear import QuantizedLMHead
 from fasteagle.quant.scheme import Scheme
 from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import GatedChain, TreeShape
+from fasteagle.tree import HEAD, LOOKUP
 from helpers import eagle3_of, empty_state, random_head, random_target, spec_of, tiny_config
 from native_models import SHAPE
 
@@ -143,6 +146,18 @@ def test_the_tokens_of_the_drafters_own_code(name, length, count, params):
     )
 
 
+def test_a_drafter_without_noise_drafts_the_likeliest_tokens():
+    """Where the target draws, too."""
+    target, drafter = make("eagle1")
+    drafter.noise, native, chains = "none", NativeDraft(), []
+    for params in DRAWN:
+        state = begin(target, drafter, 20, 2, params)
+        spec = spec_of(GatedChain(6), 7, SamplingMode.of(params, 60))
+        for draft in (native, EAGER.draft):
+            chains.append(draft(state, drafter, spec).tree.tokens.tolist())
+    assert all(chain == chains[0] for chain in chains)
+
+
 @pytest.mark.parametrize("name", ["eagle1", "eagle3"])
 def test_it_ends_where_the_paths_probability_says(name):
     target, drafter = make(name)
@@ -167,6 +182,24 @@ def test_it_ends_where_the_paths_probability_says(name):
     assert len(lengths) > 2  # the root alone, and chains of several lengths
 
 
+def test_the_chain_of_a_head_has_no_more_tokens_than_are_timed():
+    """Those of a lookup may have more."""
+    target, drafter = make("eagle1")
+    drafter.rule = even(0.0, 0.0)
+    state = begin(target, drafter, 20, 2, SamplingParams())
+    proposal = NativeDraft()(state, drafter, spec_of(GatedChain(2 * LONGEST), 2 * LONGEST + 1))
+    assert len(proposal.promised) == LONGEST == len(proposal.depths) - 1
+
+
+def test_chains_of_one_length_have_the_source_they_come_from():
+    state, native = empty_state(random_target(tiny_config(**SHAPE))), NativeDraft()
+    for source in (HEAD, LOOKUP, HEAD):
+        proposal = native.proposal(state, torch.tensor([7, 8]), source)
+        assert proposal.tree.tokens.tolist() == [0, 7, 8]
+        assert proposal.tree.sources.tolist() == [0, source, source]
+        assert proposal.extended is (source == HEAD)
+
+
 def test_what_is_not_finite_ends_a_chain():
     target, drafter = make("eagle1")
     native = NativeDraft()
@@ -185,9 +218,18 @@ def test_wrong_counts_and_lengths_are_refused():
     with pytest.raises(RuntimeError, match="0 pairs"):
         native(state, drafter, spec)
     state.count.fill_(2)
+    state.seq_len.fill_(1)
+    with pytest.raises(RuntimeError, match="2 pairs"):  # of a text of one token
+        native(state, drafter, spec)
     state.seq_len.fill_(10_000)
     with pytest.raises(RuntimeError, match="slots"):
         native(state, drafter, spec)
+    state.seq_len.fill_(20)
+    drafter.head.rope_cos, drafter.head.rope_sin = (
+        table[:24] for table in (drafter.head.rope_cos, drafter.head.rope_sin)
+    )
+    with pytest.raises(RuntimeError, match="slots"):  # beyond the positions of the head
+        NativeDraft()(state, drafter, spec)
 
 
 def test_other_heads_are_left_to_the_drafters_code():
@@ -253,7 +295,9 @@ def test_several_texts_draft_what_each_drafts_alone(name, pairs):
         for text in (*alone, *shared):
             text.drafter.rule = rule
         expected = [native(*text) for text in alone]
+        began = time.perf_counter()
         proposals, seconds = native.together(shared)
+        assert sum(seconds) <= time.perf_counter() - began, "each has its share"
         for mine, own, text, other in zip(proposals, expected, shared, alone, strict=True):
             assert mine.tree.tokens.tolist() == own.tree.tokens.tolist()
             assert mine.promised == own.promised

@@ -274,3 +274,15 @@ def test_what_the_kernels_do_not_do_is_done_by_the_cycle(target):
             text = [t for new in engine.generate([1, 2, 3, 1, 2], drawn, 60) for t in new]
             texts.append((text, engine.stats.path_lengths, engine.stats.drafted))
         assert texts[0] == texts[1]
+
+
+def test_logits_in_another_type_are_the_cores(target):
+    """Such as those of an LM head in bf16."""
+    proposal = Proposal.of(random_tree(4, 60, torch.Generator().manual_seed(0)))
+    logits = torch.randn(4, 60, generator=torch.Generator().manual_seed(1)).bfloat16()
+    spec, results = CycleSpec(TreeShape(3, 2, 3), 4, 0, SamplingMode()), []
+    for finish in (NativeFinish(), EAGER.finish):
+        state = state_of(target, 20)
+        finish(state, spec, proposal, Output(logits, logits[:, :1]))
+        results.append(state.result.tolist())
+    assert results[0] == results[1] and results[0][0] >= 0

@@ -11,7 +11,7 @@ from fasteagle.compile import blocks
 from fasteagle.compile.blocks import compile_now
 from fasteagle.compile.costs import begin_policy, tune_now
 from fasteagle.compile.cpu_backend import CpuBackend
-from fasteagle.compile.cpu_draft import NativeDraft
+from fasteagle.compile.cpu_draft import NativeDraft, look_up
 from fasteagle.compile.cycles import CycleCompiler
 from fasteagle.compile.measurement import Measurement
 from fasteagle.decoding.cycle import EAGER
@@ -30,7 +30,7 @@ from fasteagle.options import SamplingParams
 from fasteagle.quant.scheme import Scheme
 from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import GatedChain, TreeShape
-from helpers import random_head, spec_of, tiny_config
+from helpers import empty_state, random_head, spec_of, tiny_config
 from native_models import SHAPE, native_target
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
@@ -220,6 +220,23 @@ def test_a_repetition_is_copied_without_the_draft_head(target, reach):
     assert answer(engine, SamplingParams(), 200) == expected
     assert max(engine.stats.path_lengths) == reach
     assert engine.stats.passes < 100
+
+
+def test_a_chain_that_promises_no_more_than_the_head_is_left_to_it(target, monkeypatch):
+    """One of nothing too, where a policy finds the head worth nothing."""
+    drafter, state = fused(target), empty_state(target)
+
+    def copied(text: list[int], head_gain: float | None) -> list[int] | None:
+        state.text[: len(text)] = torch.tensor(text)
+        state.seq_len.fill_(len(text) - 1)
+        monkeypatch.setattr(FusedDrafter, "head_gain", head_gain)
+        tokens = look_up(state, drafter, REACH)
+        return None if tokens is None else tokens.tolist()
+
+    repetition, new = [1, 2, 3, 1, 2], [1, 2, 3]
+    assert copied(repetition, None)[:3] == copied(repetition, 0.0)[:3] == [3, 1, 2]
+    assert copied(repetition, 100.0) is None
+    assert copied(new, None) == [] and copied(new, 0.0) is None
 
 
 @pytest.mark.parametrize(("params", "planned"), [(PARAMS[0], False), (PARAMS[2], True)], ids=str)

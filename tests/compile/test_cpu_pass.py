@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fasteagle.compile import cpu_pass
 from fasteagle.compile.backend import choose_backend
 from fasteagle.compile.cpu_backend import CpuBackend
-from fasteagle.compile.cpu_pass import NativeFinish, why_not
+from fasteagle.compile.cpu_pass import MAX_ROWS, NativeFinish, why_not
 from fasteagle.decoding.cycle import EAGER
 from fasteagle.loading.source import quantize_
+from fasteagle.quant.cpu_linear import NativeLinear
 from fasteagle.quant.cpu_tensors import (
     BlockTensors,
     CorpusIndex,
@@ -113,13 +115,17 @@ def test_sequences_that_do_not_fit_one_pass_are_refused(target):
         run(caches=[states[0].cache.rows, states[1].cache.rows.bfloat16()])
 
 
-def test_more_rows_than_one_call_takes():
-    backend = native_backend(tiny_config(**SHAPE))
+def test_more_rows_than_one_call_takes(monkeypatch):
+    backend, by_parts = native_backend(tiny_config(**SHAPE)), []
     target, model = backend.target, backend.target.model
-    proposal = Proposal.of(random_tree(40, 60, torch.Generator().manual_seed(0)))
-    one, two = state_of(model, 50), state_of(model, 50)
-    output = backend.pieces.verify(one, target, proposal)
-    assert torch.equal(output.logits, EAGER.verify(two, target, proposal).logits)
+    eager = EAGER._replace(verify=lambda *args: by_parts.append(args) or EAGER.verify(*args))
+    monkeypatch.setattr(cpu_pass, "EAGER", eager)
+    for rows in (MAX_ROWS, 40):
+        proposal = Proposal.of(random_tree(rows, 60, torch.Generator().manual_seed(0)))
+        one, two = state_of(model, 50), state_of(model, 50)
+        output = backend.pieces.verify(one, target, proposal)
+        assert torch.equal(output.logits, EAGER.verify(two, target, proposal).logits)
+        assert len(by_parts) == (rows > MAX_ROWS)
 
 
 def test_what_cannot_be_read_is_refused(target):
@@ -167,11 +173,37 @@ def test_what_does_not_fit_the_pass_is_refused(target):
             run(**changes)
 
 
+def test_all_weights_of_a_target_are_in_one_memory():
+    """Of huge pages where there are any."""
+    modules = native_backend(tiny_config(**SHAPE)).target.model.modules()
+    packed = [module.packed for module in modules if isinstance(module, NativeLinear)]
+    assert len(packed) > 4
+    assert len({tensor.untyped_storage().data_ptr() for tensor in packed}) == 1
+
+
 def test_lists_of_tensors_have_one_order_in_python_and_in_cpp():
     types = (BlockTensors, TargetTensors, HeadTensors, State, Tree, Sampling, CorpusIndex)
     types += (DraftTensors,)
     expected = {named.__name__: " ".join(named._fields) for named in types}
     assert torch.ops.fasteagle_cpu.fields() == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda target: target.embedding.half(), "its features are neither fp32 nor bf16"),
+        (lambda target: target.norm.half(), "its features are neither fp32 nor bf16"),
+        (
+            lambda target: setattr(target.lm_head.linear, "bias", torch.zeros(60)),
+            "its LM head is not quantized in their layout",
+        ),
+    ],
+)
+def test_parts_that_whole_passes_do_not_read(change, reason):
+    target = native_target(tiny_config(**SHAPE))
+    assert why_not(target) is None
+    change(target)
+    assert why_not(target) == reason
 
 
 def test_other_targets_keep_their_code():
