@@ -222,6 +222,11 @@ def test_a_head_is_drafted_with_together_until_its_kernels_are_left():
     assert backend._draft is made, "with what was captured"
     backend.adopt(NgramDrafter())
     assert backend._draft is None
+    backend._may_replay = True  # as on a device
+    for is_captured in (True, False):
+        backend._draft = mock.Mock(return_value={}, is_captured=is_captured)
+        backend.draft_together([mock.Mock()], [mock.Mock()])
+        assert (backend._draft is not None) is is_captured
     for part in ("drafting", "commits"):
         backend = KernelBackend(model)
         backend.adopt(one)

@@ -12,6 +12,7 @@ import torch
 from fasteagle.compile import cpu_blocks, cpu_draft, cpu_pass, proof
 from fasteagle.compile.cpu_backend import CpuBackend
 from fasteagle.decoding.backend import Backend
+from fasteagle.decoding.cycle import EAGER
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
@@ -368,15 +369,20 @@ def test_a_wrong_step_of_a_draft_head_is_the_cores(model, drafter, monkeypatch, 
     assert linears and all(linear._by_reference for linear in linears)
 
 
-def test_a_failure_names_the_file_that_keeps_it(model, monkeypatch, capsys):
-    with monkeypatch.context() as patch:
-        patch.setattr(cpu_pass.NativePass, "__call__", wrong_pass)
-        for _ in range(2):  # computed, and stored
-            proof.prove(CpuBackend(model))
-            (stamp,) = (cache_dir() / "proofs").iterdir()
-            assert f"; kept in {stamp})" in capsys.readouterr().err
-    stamp.unlink()
-    proof.prove(CpuBackend(model), strict=True)
+def test_what_is_left_to_the_core_is_no_more_than_fails(model):
+    backend = CpuBackend(model)
+    backend.leave("passes")
+    assert backend.pieces == EAGER._replace(finish=backend.pieces.finish) != EAGER
+    backend.leave("commits")
+    assert backend.pieces == EAGER
+    backend = CpuBackend(model)
+    made = backend.pieces
+    backend.leave("commits")
+    assert (
+        backend.pieces == made._replace(finish=EAGER.finish) and backend.target is not backend.core
+    )
+    backend.leave("drafting")
+    assert backend.pieces == EAGER._replace(verify=made.verify)
 
 
 def test_strict_refuses(model, monkeypatch):
