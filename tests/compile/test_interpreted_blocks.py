@@ -283,7 +283,9 @@ def test_a_draft_head_fed_with_huge_features_stays_finite(accumulate):
     target, _ = packed_target("mha", vocab_size=64)
     packed = quantize_weight(target.lm_head.weight.float(), Scheme(8))
     target.lm_head = QuantizedLMHead(InterleavedLinear(packed, None))
-    head, _ = packed_head(random_head(target))
+    head = random_head(target)
+    head.fc.weight.data.mul_(20)  # what the block reads is huge, too
+    head, _ = packed_head(head)
     head.block.attention.qkv.accumulate = accumulate
     head.borrow(target, 256)
     view = view_of(2, None)
