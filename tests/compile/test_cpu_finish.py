@@ -199,6 +199,7 @@ def test_tensors_of_a_state_may_be_replaced_between_two_cycles(target):
         SamplingParams(1.5, top_k=1),
         SamplingParams(1.5, top_k=50),
         SamplingParams(1.5, top_k=1500, min_p=0.3),
+        SamplingParams(2.0, top_k=40, top_p=0.5),
         SamplingParams(100.0, top_k=1500),
         SamplingParams(2.0, min_p=0.1),
     ],

@@ -24,15 +24,15 @@ from fasteagle.config import MoEConfig
 from fasteagle.decoding.cycle import EAGER
 from fasteagle.drafting.base import top_children
 from fasteagle.drafting.eagle import EagleDrafter
-from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
-from fasteagle.model import CORE, RMSNorm, Target
+from fasteagle.model import CORE, KVCache, RMSNorm, Target
 from fasteagle.quant.cuda_linear import InterleavedLinear
 from fasteagle.quant.linear import QuantizedLMHead
 from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import Scheme
 from fasteagle.shapes import TreeShape
+from fasteagle.tree import TreeView
 from helpers import random_head, random_target, tiny_config
 from interleaved_models import (
     CONFIGS,
@@ -48,8 +48,11 @@ from interleaved_models import (
 pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
 
 from fasteagle.compile import cuda_backend, cuda_blocks, cuda_ops, fixed_norm, tree_attention
+from fasteagle.compile.cuda_blocks import MAX_ROWS
 from fasteagle.compile.kernels import block_kernels, expert_kernels, tree_kernels
 from fasteagle.quant import kernels
+
+HALF = torch.float16
 
 
 @pytest.mark.parametrize("name", ["mha", "qwen3", "shared expert"])
@@ -205,37 +208,6 @@ def test_other_linears_keep_their_blocks(change, reason):
     assert "blocks by the core" in backend.describe() and reason in backend.describe()
 
 
-def test_a_head_is_drafted_with_together_until_its_kernels_are_left():
-    """Or another drafter comes: shared drafting is of one head."""
-    model, _ = packed_target(vocab_size=64)
-    packed = quantize_weight(model.lm_head.weight.float(), Scheme(8))
-    model.lm_head = QuantizedLMHead(InterleavedLinear(packed, None))
-    backend, heads = KernelBackend(model), [random_head(model, seed=seed) for seed in (1, 2)]
-    for head in heads:
-        pack_(head.half(), Scheme(4, 64))
-    one, two = (EagleDrafter(head, TreeShape(2, 2, 4), 128) for head in heads)
-    for drafter in (one, two):
-        backend.adopt(drafter)
-        assert backend.drafts_together(drafter) and backend._draft.head is drafter.head
-    made = backend._draft
-    backend.adopt(two)
-    assert backend._draft is made, "with what was captured"
-    backend.adopt(NgramDrafter())
-    assert backend._draft is None
-    backend._may_replay = True  # as on a device
-    for is_captured in (True, False):
-        backend._draft = mock.Mock(return_value={}, is_captured=is_captured)
-        backend.draft_together([mock.Mock()], [mock.Mock()])
-        assert (backend._draft is not None) is is_captured
-    for part in ("drafting", "commits"):
-        backend = KernelBackend(model)
-        backend.adopt(one)
-        backend.leave(part)
-        assert backend._draft is None and backend.shares_passes
-        assert backend.drafts_together(one) is (part == "commits")
-        assert backend.merges_lookup is (part == "drafting")
-
-
 def test_norms_of_blocks_that_are_not_fused(monkeypatch):
     """Norms of heads too; their results are those of the model's own."""
     norms = []
@@ -253,6 +225,43 @@ def test_norms_of_blocks_that_are_not_fused(monkeypatch):
     assert torch.equal(result, expected)
     block = [(5, 128), (20, 32), (10, 32), (5, 128)]
     assert norms == [*block, *block, (5, 128)]
+
+
+@pytest.mark.parametrize("rows", [2, MAX_ROWS, MAX_ROWS + 1])
+def test_a_step_of_a_head_sees_a_tree_without_a_mask(rows, monkeypatch):
+    """As far as the kernels take its rows."""
+    model, _ = packed_target(vocab_size=64)
+    head = random_head(model)
+    pack_(head.half(), Scheme(4, 64))
+    views = []
+
+    def run_alone(self, x, cos, sin, slots, visible, *rest):
+        views.append(visible)
+        return x
+
+    monkeypatch.setattr(cuda_blocks.FusedBlocks, "run_alone", run_alone)
+    step, cache = KernelBackend(model).step(head), KVCache(head.config.block, 256, HALF, "cpu")
+    ids, depths = torch.arange(rows) % 60, torch.zeros(rows, dtype=torch.long)
+    view = TreeView(torch.tensor(9), torch.zeros(rows, 1, dtype=torch.int32), depths, None)
+    step(ids, torch.zeros(rows, 128, dtype=HALF), 9 + depths, 9 + torch.arange(rows), view, cache)
+    assert [isinstance(seen, TreeView) for seen in views] == [rows <= MAX_ROWS]
+
+
+@pytest.mark.parametrize(("E", "fused"), [(32, True), (128, True), (160, False)])
+def test_the_first_kernel_of_attention_rotates_heads_that_fit_it(E, fused):
+    rows = torch.zeros(2, 1, E), torch.zeros(2, 1, E), torch.arange(2)
+    view = TreeView(torch.tensor(9), torch.zeros(2, 1, dtype=torch.int32), torch.zeros(2), None)
+    weights = mock.Mock(q_norm=None, out=mock.Mock(K=4 * E))
+    with (
+        mock.patch.object(kernels, "partial_sums"),
+        mock.patch.object(block_kernels, "rope") as rope,
+        mock.patch.object(tree_kernels, "tree_attention") as attention,
+        mock.patch.object(tree_kernels, "rope_attention") as rope_attention,
+    ):
+        own = cuda_blocks.Rows(*rows, view)
+        cuda_blocks._attention(None, weights, own, None, None, mock.Mock())
+    assert rope_attention.called is fused
+    assert rope.called is attention.called is not fused
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

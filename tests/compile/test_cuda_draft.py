@@ -1,0 +1,77 @@
+"""Draft heads on CUDA that are run for several texts at once: which, and until when.
+
+`test_interpreted_sequences.py` has results.
+"""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+
+from fasteagle.compile.cuda_draft import CudaDraft
+from fasteagle.decoding.launch import Launch
+from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.drafting.fused import FusedDrafter
+from fasteagle.drafting.ngram import NgramDrafter
+from fasteagle.quant.cuda_linear import InterleavedLinear
+from fasteagle.quant.linear import QuantizedLMHead
+from fasteagle.quant.params import quantize_weight
+from fasteagle.quant.scheme import Scheme
+from fasteagle.sampling import SamplingMode
+from fasteagle.shapes import FusedShape, GatedChain, TreeShape
+from helpers import random_head, spec_of
+from interleaved_models import KernelBackend, pack_, packed_target
+
+pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
+
+
+def test_a_head_is_drafted_with_together_until_its_kernels_are_left():
+    """Or another drafter comes: shared drafting is of one head."""
+    model, _ = packed_target(vocab_size=64)
+    packed = quantize_weight(model.lm_head.weight.float(), Scheme(8))
+    model.lm_head = QuantizedLMHead(InterleavedLinear(packed, None))
+    backend, heads = KernelBackend(model), [random_head(model, seed=seed) for seed in (1, 2)]
+    for head in heads:
+        pack_(head.half(), Scheme(4, 64))
+    one, two = (EagleDrafter(head, TreeShape(2, 2, 4), 128) for head in heads)
+    for drafter in (one, two):
+        backend.adopt(drafter)
+        assert backend.drafts_together(drafter) and backend._draft.head is drafter.head
+    made = backend._draft
+    backend.adopt(two)
+    assert backend._draft is made, "with what was captured"
+    backend.adopt(NgramDrafter())
+    assert backend._draft is None
+    backend._may_replay = True  # as on a device
+    for is_captured in (True, False):
+        backend._draft = mock.Mock(return_value={}, is_captured=is_captured)
+        backend.draft_together([mock.Mock()], [mock.Mock()])
+        assert (backend._draft is not None) is is_captured
+    for part in ("drafting", "commits"):
+        backend = KernelBackend(model)
+        backend.adopt(one)
+        backend.leave(part)
+        assert backend._draft is None and backend.shares_passes
+        assert backend.drafts_together(one) is (part == "commits")
+        assert backend.merges_lookup is (part == "drafting")
+
+
+def test_which_cycles_draft_together():
+    """Those that run the same head over trees; where it ranks without noise, as greedy ones."""
+    model, _ = packed_target(vocab_size=64)
+    head, other = (random_head(model, seed=seed) for seed in (1, 2))
+    draft, drawn = CudaDraft(head), SamplingMode(greedy=False)
+    drafter = FusedDrafter(head, FusedShape(2, 2, 4, 4), 128)
+
+    def variant(shape=drafter.shape, kind=drawn, drafter=drafter):
+        return draft._variant(Launch(spec_of(shape, 3, kind), drafter, None))
+
+    usual, greedy = variant(), variant(kind=SamplingMode())
+    assert usual[1:4] == (3, 2, 2) and not usual.kind.greedy and greedy.kind.greedy
+    assert variant(shape=TreeShape(2, 2, 4)) == usual
+    assert variant(shape=FusedShape(0, 1, 4, 4)) is None, "looks up alone"
+    assert variant(shape=GatedChain(4)) is None and variant(drafter=NgramDrafter()) is None
+    assert variant(drafter=FusedDrafter(other, drafter.shape, 128)) is None
+    drafter.noise = "none"
+    assert variant() == greedy
