@@ -24,6 +24,7 @@ from fasteagle.config import MoEConfig
 from fasteagle.decoding.cycle import EAGER
 from fasteagle.drafting.base import top_children
 from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.drafting.lookup import Corpus, Lookup
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.model import CORE, KVCache, RMSNorm, Target
@@ -32,7 +33,7 @@ from fasteagle.quant.linear import QuantizedLMHead
 from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import Scheme
 from fasteagle.shapes import TreeShape
-from fasteagle.tree import TreeView
+from fasteagle.tree import Pool, TreeView, fuse
 from helpers import random_head, random_target, tiny_config
 from interleaved_models import (
     CONFIGS,
@@ -262,6 +263,18 @@ def test_the_first_kernel_of_attention_rotates_heads_that_fit_it(E, fused):
         cuda_blocks._attention(None, weights, own, None, None, mock.Mock())
     assert rope_attention.called is fused
     assert rope.called is attention.called is not fused
+
+
+def test_what_is_too_large_for_one_program_or_in_documents_is_torchs():
+    check_order(1030, 70, "cpu")
+    parents = torch.tensor([-1] * 32 + [i for i in range(32) for _ in range(32)])
+    pool = Pool(torch.arange(1056), -torch.rand(1056), parents)
+    merged = pool, 32, 2, torch.tensor([5, 2000]), torch.tensor([-0.1, -0.2])
+    assert all(map(torch.equal, cuda_ops.fuse(*merged), fuse(*merged)))
+    text, last = torch.tensor([1, 2, 0, 0, 0]), torch.tensor(1)
+    one, two = (Lookup(corpus=Corpus([[1, 2, 3, 4]], "cpu")) for _ in range(2))
+    result, expected = cuda_ops.look_up(one, text, last, 2), two.propose(text, last, 2)
+    assert result[0].tolist() == [3, 4] and all(map(torch.equal, result, expected))
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
