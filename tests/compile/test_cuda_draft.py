@@ -8,6 +8,7 @@ from __future__ import annotations
 from unittest import mock
 
 import pytest
+import torch
 
 from fasteagle.compile.cuda_draft import CudaDraft
 from fasteagle.decoding.launch import Launch
@@ -20,6 +21,7 @@ from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import Scheme
 from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import FusedShape, GatedChain, TreeShape
+from fasteagle.tree import Pool
 from helpers import random_head, spec_of
 from interleaved_models import KernelBackend, pack_, packed_target
 
@@ -75,3 +77,24 @@ def test_which_cycles_draft_together():
     assert variant(drafter=FusedDrafter(other, drafter.shape, 128)) is None
     drafter.noise = "none"
     assert variant() == greedy
+
+
+def test_one_text_more_than_a_run_takes_drafts_alone():
+    """Of two full runs each keeps what it has drafted: the next one may have the same memory."""
+    model, _ = packed_target(vocab_size=64)
+    drafter = EagleDrafter(random_head(model), TreeShape(2, 2, 4), 128)
+    draft, launch = CudaDraft(drafter.head), Launch(spec_of(drafter.shape, 3), drafter, None)
+    memory = Pool(*(torch.zeros(8, 3, dtype=torch.long) for _ in range(3)))
+    sizes: list[int] = []
+
+    def run(variant, texts, capture):
+        sizes.append(variant.n_texts)
+        memory.tokens.fill_(len(sizes))
+        return memory
+
+    draft._runs = run
+    for n, runs in ((1, []), (2, [2]), (8, [8]), (9, [8]), (16, [8, 8])):
+        sizes.clear()
+        pools = draft([None] * n, [launch] * n)
+        assert sizes == runs and sorted(pools) == list(range(n if n % 8 != 1 else n - 1))
+        assert [int(pools[i].tokens[0]) for i in pools] == [1 + i // 8 for i in pools]
