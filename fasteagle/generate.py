@@ -118,7 +118,7 @@ class Engine(Context):
         A beginning of `prompt` that is cached is not computed again. Closing the generator, or an
         exception in it, leaves the engine ready for the next call. `processor` changes logits
         before tokens are drawn; without `speculate` the drafter pauses; `stats` is filled on the
-        way, and is `self.stats` then. Where memory is short: `EngineError`, a restart.
+        way, and is `self.stats` then. Raises `EngineError` where memory is short, after a restart.
         """
         start = time.perf_counter()
         self.check_prompt(prompt)
