@@ -86,8 +86,7 @@ class Planner:
 
     def chat(self, body: ChatRequest) -> Plan:
         """Return the plan of a chat request."""
-        ignored = {"cache_control"}  # else templates would write it
-        tools = [tool.model_dump(exclude_none=True, exclude=ignored) for tool in body.tools or []]
+        tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []]
         tools_form = None
         if tools and body.tool_choice != "none":
             tools_form = tool_format(self._llm.tokenizer.template)

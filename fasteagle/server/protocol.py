@@ -84,7 +84,8 @@ class Body(Strict):
         return data
 
 
-Ignored = Field(None, description="Ignored: it changes nothing here.")
+# Left out of dumps, too: templates would write it.
+Ignored = Field(None, exclude=True, description="Ignored: it changes nothing here.")
 
 
 class StreamOptions(Strict):
