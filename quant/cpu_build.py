@@ -225,6 +225,11 @@ def loaded(namespace: str = NAMESPACE) -> str | None:
     return library.name if isinstance(library, Path) else None
 
 
+def serves(x: Tensor) -> bool:
+    """Return whether loaded kernels take this tensor: one on the CPU."""
+    return x.device.type == "cpu" and loaded() is not None
+
+
 def _load_library(path: Path) -> None:
     try:
         torch.ops.load_library(path)

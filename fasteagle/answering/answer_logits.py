@@ -102,14 +102,20 @@ class AnswerLogits:
         paths: list[Counter[int]] = [Counter()]  # the root is in the answer, or ends the prompt
         for row in range(1, len(tokens)):
             paths.append(paths[parents[row]] + Counter([tokens[row]]))
-        ids = [torch.tensor([*path], dtype=torch.long, device=logits.device) for path in paths]
-        before = [logits[row, own] for row, own in enumerate(ids)]
-        answered = torch.tensor([*self._counts], dtype=torch.long, device=logits.device)
-        times = logits.new_tensor([*self._counts.values()])
-        logits[:, answered] = logits[:, answered] - self._frequency * times - self._presence
-        for row, (path, own, old) in enumerate(zip(paths, ids, before, strict=True)):
-            times = logits.new_tensor([n + self._counts[token] for token, n in path.items()])
-            logits[row, own] = old - self._frequency * times - self._presence
+        of_paths = []
+        for row, path in zip(logits, paths, strict=True):
+            counts = {token: n + self._counts[token] for token, n in path.items()}
+            of_paths.append((row, *self._penalized(row, counts)))
+        ids, values = self._penalized(logits, self._counts)
+        logits[:, ids] = values
+        for row, ids, values in of_paths:
+            row[ids] = values
+
+    def _penalized(self, logits: Tensor, counts: Mapping[int, int]) -> tuple[Tensor, Tensor]:
+        """Return the tokens that have counts, and their logits [..., V] less the penalties."""
+        ids = torch.tensor([*counts], dtype=torch.long, device=logits.device)
+        times = logits.new_tensor([*counts.values()])
+        return ids, logits[..., ids] - self._frequency * times - self._presence
 
     def accept(self, tokens: Sequence[int]) -> None:
         if self._penalizes:
@@ -134,7 +140,7 @@ def _logprob(logits: Tensor, token: int, n: int) -> TokenLogprob:
 
     On a CPU by our kernels where they are there, with one thread: see `grammar`.
     """
-    if logits.device.type == "cpu" and cpu_build.loaded():
+    if cpu_build.serves(logits):
         own, ids, values = torch.ops.fasteagle_cpu.likeliest(logits, token, n)
     else:
         logprobs = logits.log_softmax(-1)

@@ -88,7 +88,7 @@ def _forbid(logits: Tensor, words: Tensor) -> Tensor:
     Our CPU kernels change them in place: torch's threads would wait for each other, which on a busy
     machine takes longer than a pass.
     """
-    if logits.device.type == "cpu" and cpu_build.loaded():
+    if cpu_build.serves(logits):
         logits = logits.contiguous()
         torch.ops.fasteagle_cpu.forbid(logits, words)
         return logits
