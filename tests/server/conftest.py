@@ -9,11 +9,12 @@ import pytest
 
 pytest.importorskip("fastapi", reason="needs the extra [serve]")
 
-from live_server import load, serving, slow_down
+from live_server import SHORT, load, serving, slow_down
 
 from fasteagle.answering import several
 from fasteagle.answering.answer import Chunk
 from fasteagle.options import AnswerOptions, Defaults, SamplingParams
+from fasteagle.server.protocol import ChatRequest
 from helpers import allowed, save_tiny
 
 
@@ -62,6 +63,20 @@ def plant(live, monkeypatch):
         monkeypatch.setattr(several, "answer", answer)
 
     return set_text
+
+
+@pytest.fixture
+def plan(live, monkeypatch):
+    """Plan a chat, under the server's defaults and with the model's template or others."""
+
+    def make(defaults=None, template=None, **body):
+        if defaults is not None:
+            monkeypatch.setattr(live.server.planner, "_defaults", defaults)
+        if template is not None:
+            monkeypatch.setattr(live.llm.tokenizer, "_template", template)
+        return live.server.planner.chat(ChatRequest(**{"messages": SHORT["messages"], **body}))
+
+    return make
 
 
 @pytest.fixture

@@ -79,10 +79,8 @@ def test_a_stream_is_the_whole_in_pieces(client, name, live):
 @pytest.mark.parametrize("stop", [[], ["another"]], ids=["no stop", "stop"])
 def test_what_was_guessed_right_is_told(client, name, live, stop):
     more = {"show_accepted": True}
-    bias = {
-        "logit_bias": {str(LETTER_ID): 100},
-        "stop": stop,
-    }  # a text of one letter, which n-grams guess
+    # A text of one letter, which n-grams guess.
+    bias = {"logit_bias": {str(LETTER_ID): 100}, "stop": stop}
     events = list(ask(client, name, stream=True, max_tokens=60, extra_body=more, **bias))
     told = [e.model_extra["accepted"] for e in events if "accepted" in (e.model_extra or {})]
     assert sum(t["tokens"] for t in told) == 60

@@ -8,34 +8,22 @@ from live_server import QWEN, SHORT, WEATHER
 
 from fasteagle.errors import FasteagleError
 from fasteagle.options import AnswerOptions, Defaults, GrammarSpec
-from fasteagle.server.protocol import ChatRequest
 
 HELLO = SHORT["messages"]
-
-
-@pytest.fixture
-def plan(live, monkeypatch):
-    """Plan a chat under defaults."""
-
-    def make(defaults=None, **more):
-        monkeypatch.setattr(live.server.planner, "_defaults", defaults or Defaults())
-        return live.server.planner.chat(ChatRequest(**{"messages": HELLO, **more}))
-
-    return make
 
 
 @pytest.mark.parametrize("role", ["system", "developer"])
 def test_a_conversation_keeps_its_own_system_prompt(plan, role):
     defaults = Defaults(system="Be brief.")
-    assert "Be brief." in plan(defaults).text
-    text = plan(defaults, messages=[{"role": role, "content": "Rhyme."}, *HELLO]).text
+    assert "Be brief." in plan(defaults=defaults).text
+    text = plan(defaults=defaults, messages=[{"role": role, "content": "Rhyme."}, *HELLO]).text
     assert "Rhyme." in text and "Be brief." not in text
 
 
 @pytest.mark.parametrize(("stop", "expected"), [(None, ("x",)), ([], ()), ("y", ("y",))])
 def test_stop_strings_of_a_request_replace_those_of_the_server(plan, stop, expected):
     defaults = Defaults(answer=AnswerOptions(16, ("x",)))
-    assert plan(defaults, stop=stop).answers[0].answer.stop == expected
+    assert plan(defaults=defaults, stop=stop).answers[0].answer.stop == expected
 
 
 @pytest.mark.parametrize(
@@ -48,7 +36,7 @@ def test_stop_strings_of_a_request_replace_those_of_the_server(plan, stop, expec
     ids=str,
 )
 def test_a_form_of_a_request_replaces_that_of_the_server(plan, more, kind):
-    form = plan(Defaults(form=GrammarSpec("json_object")), **more).form
+    form = plan(defaults=Defaults(form=GrammarSpec("json_object")), **more).form
     assert (form and form.kind) == kind
 
 
@@ -60,10 +48,9 @@ def test_a_form_of_a_request_replaces_that_of_the_server(plan, more, kind):
     ],
     ids=["two forms", "form and call"],
 )
-def test_two_forms_of_a_request_contradict_each_other(live, plan, monkeypatch, more, param):
-    monkeypatch.setattr(live.llm.tokenizer, "_template", QWEN)
+def test_two_forms_of_a_request_contradict_each_other(plan, more, param):
     with pytest.raises(FasteagleError, match=f"{param}: contradicts"):
-        plan(guided_regex="a", **more)
+        plan(template=QWEN, guided_regex="a", **more)
 
 
 def test_seeds_of_several_answers_go_round(plan):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import pydantic
 import pytest
-from live_server import QWEN, WEATHER
+from live_server import QWEN, SHORT, WEATHER
 
 from fasteagle.server.protocol import MOST_TOOLS, ChatRequest
 
-HELLO = {"role": "user", "content": "hello"}
+(HELLO,) = SHORT["messages"]
 
 
 def named(name):
@@ -16,14 +18,9 @@ def named(name):
 
 
 @pytest.fixture
-def plan(live, monkeypatch):
+def plan(plan):
     """Plan a chat with a model that calls tools, or with another template."""
-
-    def make(template=QWEN, **body):
-        monkeypatch.setattr(live.llm.tokenizer, "_template", template)
-        return live.server.planner.chat(ChatRequest(**{"messages": [HELLO], **body}))
-
-    return make
+    return functools.partial(plan, template=QWEN)
 
 
 @pytest.mark.parametrize("arguments", ["", "{}", None])
@@ -52,7 +49,7 @@ def test_templates_that_write_the_ids_of_calls_get_them(plan):
     call = {"id": "call_1", "function": {"name": "now"}}
     result = {"role": "tool", "tool_call_id": "call_1", "content": "noon"}
     messages = [HELLO, {"role": "assistant", "tool_calls": [call]}, result]
-    assert plan(template, messages=messages).text == "call_1: function; call_1"
+    assert plan(template=template, messages=messages).text == "call_1: function; call_1"
 
 
 def test_marks_for_caches_change_nothing(plan):
