@@ -53,8 +53,10 @@ class Isa(NamedTuple):
 
 _AVX2 = ("avx2", "fma3", "f16c")
 _AVX512 = (*_AVX2, "avx512_f", "avx512_bw", "avx512_vl", "avx512_dq")
+_VNNI = (*_AVX512, "avx512_vnni")
 ISAS = (
-    Isa(4, "avx512-vnni", (*_AVX512, "avx512_vnni")),
+    Isa(5, "avx512-bf16", (*_VNNI, "avx512_bf16")),
+    Isa(4, "avx512-vnni", _VNNI),
     Isa(3, "avx512", _AVX512),
     Isa(2, "avx-vnni", (*_AVX2, "avx_vnni")),
     Isa(1, "avx2", _AVX2),
@@ -72,7 +74,7 @@ def runnable() -> list[Isa]:
     ATEN_CPU_CAPABILITY=avx2 or default, which disables AVX-512 in ATen, has the same effect here.
     """
     able = torch.cpu.get_capabilities()
-    limit = {"avx2": 2, "default": 0}.get(os.environ.get("ATEN_CPU_CAPABILITY", ""), 4)
+    limit = {"avx2": 2, "default": 0}.get(os.environ.get("ATEN_CPU_CAPABILITY", ""), 5)
     return [isa for isa in ISAS if isa.level <= limit and all(able.get(n) for n in isa.needs)]
 
 

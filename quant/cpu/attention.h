@@ -12,11 +12,11 @@
 #include <cstring>
 #include <limits>
 #include <type_traits>
-#include <utility>
-#include <vector>
 
 #include "quantize.h"
+#include "transpose.h"
 #include "vec.h"
+#include "visible.h"
 
 namespace {
 
@@ -25,91 +25,24 @@ constexpr int MAX_HEAD_DIM = 256;
 constexpr int WIDE = 4;                // vectors of keys, or of columns of values, at once
 constexpr int MOST = W == 16 ? 4 : 3;  // queries at once: their sums stay in registers
 
-// Keys that each row sees: slots 0 .. shared - 1, then slots of its own.
-struct Visible {
-  int64_t shared = 0;
-  std::vector<int64_t> begin;  // [T + 1] into `own`
-  std::vector<int64_t> own;    // ascending within a row
-
-  int64_t length(int64_t t) const { return shared + begin[t + 1] - begin[t]; }
-
-  static Visible of_mask(const bool* mask, int64_t T, int64_t S) {
-    Visible v;
-    v.shared = S;
-    for (int64_t t = 0; t < T; t++) {
-      const bool* row = mask + t * S;
-      const void* gap = std::memchr(row, 0, v.shared);
-      if (gap != nullptr) v.shared = (const bool*)gap - row;
-    }
-    v.begin.push_back(0);
-    for (int64_t t = 0; t < T; t++) {
-      const bool* row = mask + t * S;
-      for (int64_t s = v.shared; s < S; s++)
-        if (row[s]) v.own.push_back(s);
-      v.begin.push_back(v.own.size());
-    }
-    return v;
-  }
-
-  static Visible of_tree(int64_t seq_len, const int32_t* paths, int64_t width,
-                         const int64_t* depths, int64_t T, int64_t window) {
-    Visible v;
-    v.shared = seq_len;
-    for (int64_t t = 0; t < T; t++)
-      if (window > 0 && seq_len + depths[t] >= window) v.shared = 0;
-    v.begin.push_back(0);
-    for (int64_t t = 0; t < T; t++) {
-      const int64_t last = seq_len + depths[t];  // logical positions first .. last
-      const int64_t first = window > 0 ? std::max<int64_t>(0, last - window + 1) : 0;
-      if (v.shared < seq_len)
-        for (int64_t s = first; s < seq_len; s++) v.own.push_back(s);
-      for (int64_t d = std::max<int64_t>(0, first - seq_len); d <= depths[t]; d++)
-        v.own.push_back(seq_len + paths[t * width + d]);
-      v.begin.push_back(v.own.size());
-    }
-    return v;
+// How queries and weights are multiplied by elements of a cache: in fp32, one after another.
+template <class C>
+struct Product {
+  using Factor = float;               // type of queries and weights
+  static constexpr int64_t STEP = 1;  // elements of a lane
+  static VF add(VF sum, VF a, VF b) { return fma(a, b, sum); }
+};
+#if FASTEAGLE_ISA == 5
+// In bf16, by pairs, the odd one first: twice as fast. Sums are fp32.
+template <>
+struct Product<Bf16> {
+  using Factor = Bf16;
+  static constexpr int64_t STEP = 2;
+  static VF add(VF sum, VF a, VF b) {
+    return (VF)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
   }
 };
-
-// Transposes the W x W matrix in v: after stage d, lanes and rows have exchanged bit d.
-template <int d, int... j>
-[[gnu::always_inline]] inline void exchange(VF* v, std::integer_sequence<int, j...>) {
-#pragma GCC unroll 16
-  for (int i = 0; i < W; i++) {
-    if (i & d) continue;
-    const VF a = v[i], b = v[i + d];
-    v[i] = __builtin_shuffle(a, b, (VI){(j & d ? W + j - d : j)...});
-    v[i + d] = __builtin_shuffle(a, b, (VI){(j & d ? W + j : j + d)...});
-  }
-}
-
-[[gnu::always_inline]] inline void transpose(VF* v) {
-  constexpr auto lanes = std::make_integer_sequence<int, W>();
-  exchange<1>(v, lanes);
-  exchange<2>(v, lanes);
-  exchange<4>(v, lanes);
-  if constexpr (W == 16) exchange<8>(v, lanes);
-}
-
-// Elements of 2 * W bf16 that lie in pairs: those at even or odd places.
-inline VF even_of_pairs(VF v) { return (VF)((VU)v << 16); }
-inline VF odd_of_pairs(VF v) { return (VF)((VU)v & 0xffff0000u); }
-
-// Turns 2 * W adjacent values into those at even places and those at odd places; `join` undoes it.
-template <int... j>
-[[gnu::always_inline]] inline void separate(VF& a, VF& b, std::integer_sequence<int, j...>) {
-  const VF even = __builtin_shuffle(a, b, (VI){2 * j...});
-  b = __builtin_shuffle(a, b, (VI){2 * j + 1 ...});
-  a = even;
-}
-template <int... j>
-[[gnu::always_inline]] inline void join(VF& a, VF& b, std::integer_sequence<int, j...>) {
-  const VF first = __builtin_shuffle(a, b, (VI){j / 2 + j % 2 * W...});
-  b = __builtin_shuffle(a, b, (VI){(W + j) / 2 + j % 2 * W...});
-  a = first;
-}
-inline void separate(VF& a, VF& b) { separate(a, b, std::make_integer_sequence<int, W>()); }
-inline void join(VF& a, VF& b) { join(a, b, std::make_integer_sequence<int, W>()); }
+#endif
 
 struct Heads {
   int64_t H, G, E;
@@ -120,11 +53,17 @@ struct Heads {
 // Attention of some rows over one block's cache, in units that threads share.
 template <class C>
 struct Attention {
+  using Factor = typename Product<C>::Factor;
+  static constexpr int64_t STEP = Product<C>::STEP;
+  static constexpr int64_t ROW = KEYS * (sizeof(float) / sizeof(Factor));  // of weights
+  static constexpr bool BF16 = std::is_same_v<C, Bf16>, PAIRED = STEP == 2;
+  static constexpr C NONE[MAX_HEAD_DIM] = {};
+
   Heads heads;
   int64_t T, S, key_blocks;
-  const float* q;  // [G, T * group, E], scaled
-  const C* k;      // [G, S, E]
-  const C* v;      // [G, S, E]
+  const Factor* q;  // [G, T * group, E], scaled
+  const C* k;       // [G, S, E]
+  const C* v;       // [G, S, E]
   const Visible* seen;
   int64_t row;   // the first of the T rows in `seen`
   float* parts;  // [G, key_blocks, T * group, E + 2]: sums, their weight, the largest score
@@ -135,14 +74,13 @@ struct Attention {
     return parts + ((g * key_blocks + block) * queries() + i) * (heads.E + 2);
   }
   // i = t * group + head within the group
-  const float* query(int64_t g, int64_t i) const { return q + (g * queries() + i) * heads.E; }
+  const Factor* query(int64_t g, int64_t i) const { return q + (g * queries() + i) * heads.E; }
 
-  // Transposes keys `first` .. `first + n - 1`, W at most, into columns of `turned` [E, WIDE * W];
-  // further columns are zeros.
+  // Transposes keys `first` .. `first + n - 1`, W at most, into columns of `turned` [E, WIDE * W],
+  // or of pairs of elements [E / 2, WIDE * W]; further columns are zeros.
   void turn(int64_t g, int64_t first, int64_t n, float* turned) const {
     const C* keys = k + (g * S + first) * heads.E;
     if (n == W) return turn([&](int i) { return keys + i * heads.E; }, turned);
-    static constexpr C NONE[MAX_HEAD_DIM] = {};
     turn([&](int i) { return i < n ? keys + i * heads.E : NONE; }, turned);
   }
 
@@ -152,21 +90,41 @@ struct Attention {
     constexpr int64_t STRIDE = WIDE * W;
     int64_t e = 0;
     VF tile[W];
-    if constexpr (std::is_same_v<C, Bf16>) {  // in pairs of elements
+    if constexpr (BF16) {  // in pairs of elements
       for (; e + 2 * W <= heads.E; e += 2 * W) {
         for_each<W>([&](int i) { tile[i] = load((const float*)(row(i) + e)); });
         transpose(tile);
         for_each<W>([&](int i) {
-          store(turned + (e + 2 * i) * STRIDE, even_of_pairs(tile[i]));
-          store(turned + (e + 2 * i + 1) * STRIDE, odd_of_pairs(tile[i]));
+          if constexpr (PAIRED) {
+            store(turned + (e / 2 + i) * STRIDE, tile[i]);
+          } else {
+            store(turned + (e + 2 * i) * STRIDE, even_of_pairs(tile[i]));
+            store(turned + (e + 2 * i + 1) * STRIDE, odd_of_pairs(tile[i]));
+          }
         });
       }
     }
     for (; e < heads.E; e += W) {
-      for_each<W>([&](int i) { tile[i] = load(row(i) + e); });
-      transpose(tile);
-      for_each<W>([&](int i) { store(turned + (e + i) * STRIDE, tile[i]); });
+      if constexpr (PAIRED) {
+        for_each<W>([&](int i) {
+          tile[i] = VF{};
+          std::memcpy(&tile[i], row(i) + e, W * sizeof(C));
+        });
+        transpose(tile);
+        for_each<W / 2>([&](int i) { store(turned + (e / 2 + i) * STRIDE, tile[i]); });
+      } else {
+        for_each<W>([&](int i) { tile[i] = load(row(i) + e); });
+        transpose(tile);
+        for_each<W>([&](int i) { store(turned + (e + i) * STRIDE, tile[i]); });
+      }
     }
+  }
+
+  // Returns the factor at `x`, or the pair that begins there, in all lanes.
+  static VF spread_factor(const Factor* x) {
+    int32_t bits;
+    std::memcpy(&bits, x, sizeof bits);
+    return (VF)splat(bits);
   }
 
   // Prefetches n of the elements that are read next.
@@ -178,17 +136,17 @@ struct Attention {
   // Writes products of R queries x [R, E] with N * W keys to `out`, whose rows are `width` apart.
   // The elements are added in order. Not inlined, for then GCC keeps the sums in memory.
   template <int R, int N>
-  [[gnu::noinline]] void scores(const float* x, const float* turned, float* out,
+  [[gnu::noinline]] void scores(const Factor* x, const float* turned, float* out,
                                 int64_t width) const {
     const int64_t E = heads.E;
     VF sums[R][N] = {};
-    for (int64_t e = 0; e < E; e++, turned += WIDE * W) {
-      prefetch(e * KEYS, KEYS);
+    for (int64_t e = 0; e < E; e += STEP, turned += WIDE * W) {
+      prefetch(e * KEYS, STEP * KEYS);
       VF keys[N];
       for_each<N>([&](int c) { keys[c] = load(turned + c * W); });
       for_each<R>([&](int r) {
-        const VF element = splat(x[r * E + e]);
-        for_each<N>([&](int c) { sums[r][c] = fma(element, keys[c], sums[r][c]); });
+        const VF element = spread_factor(x + r * E + e);
+        for_each<N>([&](int c) { sums[r][c] = Product<C>::add(sums[r][c], element, keys[c]); });
       });
     }
     for_each<R>(
@@ -215,7 +173,7 @@ struct Attention {
     const int64_t shared = std::clamp<int64_t>(seen->shared - first, 0, KEYS);
     float* turned = scratch;                           // [E, WIDE * W]
     float* s = turned + E * WIDE * W + queries() * W;  // [queries, KEYS]
-    const C* values = v + (g * S + first) * E;
+    const C *all_values = v + g * S * E, *values = all_values + first * E;
     ahead = values;
     for (int64_t at = 0; at < shared; at += WIDE * W) {
       const int64_t keys = std::min<int64_t>(WIDE * W, shared - at);
@@ -230,17 +188,18 @@ struct Attention {
     for (int64_t i = 0; i < queries(); i++) softmax(s + i * KEYS, part(g, block, i));
     const int64_t width = E + 2;
     ahead = k + (after % G * S + after / G * KEYS) * E;
-    add_values(s, values, shared, queries(), part(g, block, 0), width);
+    const auto shared_value = [&](int64_t j) { return values + j * E; };
+    add_values(weights_of(s, 0), shared_value, shared, queries(), part(g, block, 0), width);
     for (int64_t t = 0; t < T; t++) {
       const auto [begin, end] = own_of(t, first);
-      for (const int64_t *slot = begin, *next; slot < end; slot = next) {
-        for (next = slot + 1; next < end && *next == next[-1] + 1;) next++;
-        const int64_t rank = rank_of(t, slot) - first, i = t * group;
-        add_values(s + i * KEYS + rank, v + (g * S + *slot) * E, next - slot, group,
-                   part(g, block, i), width);
-      }
+      const auto own_value = [&](int64_t j) { return all_values + begin[j] * E; };
+      add_values(weights_of(s, t * group) + rank_of(t, begin) - first, own_value, end - begin,
+                 group, part(g, block, t * group), width);
     }
   }
+
+  // Weights of query i, in the place of its scores.
+  static Factor* weights_of(float* s, int64_t i) { return (Factor*)(s + i * KEYS); }
 
   struct Slots {
     const int64_t *begin, *end;
@@ -285,21 +244,22 @@ struct Attention {
     }
   }
 
-  // Turns scores into weights in place; `out` gets zeros, the sum of weights and the top score.
+  // Turns scores into weights in place, see `weights_of`; `out` gets zeros, the sum of weights and
+  // the top score.
   void softmax(float* s, float* out) const {
     VF best = load(s);
     for (int j = W; j < KEYS; j += W) {
       best = larger(load(s + j), best);
     }
     const float most = largest(best);
+    Factor* weights = weights_of(s, 0);
     VF total = {};
     if (most == -std::numeric_limits<float>::infinity()) {
       std::fill(s, s + KEYS, 0.0f);  // no key of this row is in this block
     } else {
       for (int j = 0; j < KEYS; j += W) {
-        const VF p = exp_of(load(s + j) - most);
-        store(s + j, p);
-        total += p;
+        store(weights + j, exp_of(load(s + j) - most));
+        total += load(weights + j);
       }
     }
     std::fill(out, out + heads.E, 0.0f);
@@ -307,52 +267,66 @@ struct Attention {
     out[heads.E + 1] = most;
   }
 
-  // Adds n values [n, E], weighted by p [queries, KEYS], to rows of `out`, which are `width` apart.
-  void add_values(const float* p, const C* values, int64_t n, int64_t n_queries, float* out,
+  // Adds the values [E] `value(0)` .. `value(n - 1)`, weighted by p [queries, KEYS], to rows of
+  // `out`, which are `width` apart. The weight after an odd number of values is 0.
+  template <class F>
+  void add_values(const Factor* p, F value, int64_t n, int64_t n_queries, float* out,
                   int64_t width) const {
     if (n == 0) return;
-    for (int64_t i = 0; i < n_queries; i += MOST, p += MOST * KEYS, out += MOST * width)
+    for (int64_t i = 0; i < n_queries; i += MOST, p += MOST * ROW, out += MOST * width)
       with_count<MOST>(n_queries - i, [&](auto count) {
         int64_t e = 0;
         for (; e + WIDE * W <= heads.E; e += WIDE * W)
-          add_columns<count, WIDE>(p, values + e, n, out + e, width);
+          add_columns<count, WIDE>(p, value, e, n, out + e, width);
         for (; e + 2 * W <= heads.E; e += 2 * W)
-          add_columns<count, 2>(p, values + e, n, out + e, width);
-        for (; e < heads.E; e += W) add_columns<count, 1>(p, values + e, n, out + e, width);
+          add_columns<count, 2>(p, value, e, n, out + e, width);
+        for (; e < heads.E; e += W) add_columns<count, 1>(p, value, e, n, out + e, width);
       });
   }
 
-  // Adds N * W columns of n values to R rows. Pairs of bf16 are separated where there are two
-  // vectors of them: sums of even and odd columns are exchanged at the beginning and the end.
-  template <int R, int N>
-  [[gnu::noinline]] void add_columns(const float* p, const C* values, int64_t n, float* out,
+  // Adds N * W columns, from column `e`, of n values to R rows. Pairs of bf16 columns are separated
+  // where there are two vectors of them: sums of even and odd columns are exchanged at the
+  // beginning and the end.
+  template <int R, int N, class F>
+  [[gnu::noinline]] void add_columns(const Factor* p, F value, int64_t e, int64_t n, float* out,
                                      int64_t width) const {
-    constexpr bool PAIRS = std::is_same_v<C, Bf16> && N % 2 == 0;
+    constexpr bool TWO = BF16 && N % 2 == 0;
     VF acc[R][N];
     for_each<R>([&](int r) {
       for_each<N>([&](int c) { acc[r][c] = load(out + r * width + c * W); });
-      if constexpr (PAIRS)
+      if constexpr (TWO)
         for_each<N / 2>([&](int c) { separate(acc[r][2 * c], acc[r][2 * c + 1]); });
     });
-    for (int64_t j = 0; j < n; j++, values += heads.E) {
-      prefetch(j * heads.E, heads.E);
+    for (int64_t j = 0; j < n; j += STEP) {
+      prefetch(j * heads.E, STEP * heads.E);
       VF weight[R];
-      for_each<R>([&](int r) { weight[r] = splat(p[r * KEYS + j]); });
-      const auto add = [&](int c, VF value) {
-        for_each<R>([&](int r) { acc[r][c] = fma(weight[r], value, acc[r][c]); });
+      for_each<R>([&](int r) { weight[r] = spread_factor(p + r * ROW + j); });
+      const auto add_column = [&](int c, VF values) {
+        for_each<R>([&](int r) { acc[r][c] = Product<C>::add(acc[r][c], weight[r], values); });
       };
-      if constexpr (PAIRS) {
+      const C *first = value(j) + e, *second = NONE;
+      if (PAIRED && j + 1 < n) second = value(j + 1) + e;
+      if constexpr (TWO) {
         for_each<N / 2>([&](int c) {
-          const VF pairs = load((const float*)(values + 2 * c * W));
-          add(2 * c, even_of_pairs(pairs));
-          add(2 * c + 1, odd_of_pairs(pairs));
+          const VF pairs = load((const float*)(first + 2 * c * W));
+          if constexpr (PAIRED) {
+            const VF next = load((const float*)(second + 2 * c * W));
+            add_column(2 * c, even_of_both(pairs, next));
+            add_column(2 * c + 1, odd_of_both(pairs, next));
+          } else {
+            add_column(2 * c, even_of_pairs(pairs));
+            add_column(2 * c + 1, odd_of_pairs(pairs));
+          }
         });
       } else {
-        for_each<N>([&](int c) { add(c, load(values + c * W)); });
+        for_each<N>([&](int c) {
+          const VF values = load(first + c * W);
+          add_column(c, PAIRED ? odd_of_both(values, load(second + c * W)) : values);
+        });
       }
     }
     for_each<R>([&](int r) {
-      if constexpr (PAIRS) for_each<N / 2>([&](int c) { join(acc[r][2 * c], acc[r][2 * c + 1]); });
+      if constexpr (TWO) for_each<N / 2>([&](int c) { join(acc[r][2 * c], acc[r][2 * c + 1]); });
       for_each<N>([&](int c) { store(out + r * width + c * W, acc[r][c]); });
     });
   }

@@ -143,6 +143,8 @@ struct Sequence {
 // block.
 template <class C>
 struct Pass {
+  using Factor = typename Product<C>::Factor;
+
   Heads heads;
   int64_t D, T;
   float eps;
@@ -151,7 +153,8 @@ struct Pass {
   float* x;                // [T, D], in place
   const float* entry;      // [T, entry_dim]: input of the first product instead of norm(x), or null
   int64_t entry_dim;
-  float *qkv, *queries, *parts, *scratch;  // parts: of all sequences; scratch: one per worker
+  Factor* queries;
+  float *qkv, *parts, *scratch;  // parts: of all sequences; scratch: one per worker
   int64_t scratch_size, key_blocks;
   std::span<const Sequence<C>> sequences;
   uint8_t* expert_memory;
@@ -234,7 +237,7 @@ struct Pass {
   }
 
   Attention<C> attention_of(const Sequence<C>& s) const {
-    const float* own = queries + s.first * heads.H * heads.E;
+    const Factor* own = queries + s.first * heads.H * heads.E;
     return {heads, s.T, s.S, s.key_blocks, own, s.k, s.v, s.seen, s.row, s.parts};
   }
 
@@ -347,7 +350,7 @@ void arrange(Pass<C>& pass, Scratch& scratch, std::span<const Block> blocks, int
   scratch.reserve(more + quantized + of_experts +
                   4 * size_t(most * (n_qkv + H * E) + n_parts + threads * pass.scratch_size));
   pass.qkv = scratch.take<float>(most * n_qkv);
-  pass.queries = scratch.take<float>(most * H * E);
+  pass.queries = scratch.take<typename Pass<C>::Factor>(most * H * E);
   pass.parts = scratch.take<float>(n_parts);
   pass.scratch = scratch.take<float>(threads * pass.scratch_size);
   pass.normed = scratch.activations(most, pass.D);

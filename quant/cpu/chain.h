@@ -192,7 +192,7 @@ inline float at_depth(const std::vector<float>& bounds, int64_t depth) {
 inline Visible visible_text(int64_t first, int64_t rows, int64_t window) {
   const bool cut = window > 0 && first + rows > window;
   Visible seen;
-  seen.shared = cut ? 0 : first + 1;
+  seen.shared = cut ? 0 : (first + 1) / 2 * 2;
   seen.begin.push_back(0);
   for (int64_t slot = first; slot < first + rows; slot++) {
     const int64_t begin = cut ? std::max<int64_t>(0, slot - window + 1) : seen.shared;

@@ -33,7 +33,7 @@ inline Bytes high(Bytes v) {
 inline Bytes spread(const int8_t* quad) { return _mm512_set1_epi32(four(quad)); }
 inline VS pairs(Bytes w, Bytes x) { return (VS)_mm512_maddubs_epi16(w, x); }
 inline VI quads(VS v) { return (VI)_mm512_madd_epi16((Bytes)v, _mm512_set1_epi16(1)); }
-#if FASTEAGLE_ISA == 4
+#if FASTEAGLE_ISA >= 4
 inline Bytes add_quads(Bytes sum, Bytes w, Bytes x) { return _mm512_dpbusd_epi32(sum, w, x); }
 #endif
 #elif FASTEAGLE_ISA >= 1
@@ -72,7 +72,7 @@ inline Bytes high(Bytes b) {
 // bytes, 16 times too large.
 template <bool OWN>
 inline Bytes second_half(const Bytes& v) {
-#if FASTEAGLE_ISA == 4 || FASTEAGLE_ISA == 2
+#if FASTEAGLE_ISA >= 4 || FASTEAGLE_ISA == 2
   if (OWN) return v ^ low(v);
 #endif
   return high(v);
@@ -82,7 +82,7 @@ inline Bytes second_half(const Bytes& v) {
 // `add_second`. With TWO there are two chains, which hides latency for few rows.
 template <int BITS, bool TWO>
 struct Dot {
-#if FASTEAGLE_ISA == 4 || FASTEAGLE_ISA == 2
+#if FASTEAGLE_ISA >= 4 || FASTEAGLE_ISA == 2
   static constexpr int bias = BITS == 8 ? 128 : 0;
   Bytes a, b = {};
   void begin(int32_t start) { a = (Bytes)splat(start); }

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <span>
 
 #include "vec.h"
@@ -46,31 +47,31 @@ struct Activations {
 
   // Rounds 32 values. Any value that is not finite makes the scale NaN, and all results of it.
   void quantize(int64_t row, int64_t block, const float* x) {
-    VF best = {}, bad = {};
+    VI best = {};  // sizes in their bits: those of infinity and NaN are the largest
     VF v[BLOCK / W];
     for (int i = 0; i < BLOCK / W; i++) {
       v[i] = load(x + i * W);
-      const VF size = v[i] < 0.0f ? -v[i] : v[i];
-      best = larger(size, best);
-      bad += v[i] * 0.0f;
+      best = larger((VI)v[i] & 0x7fffffff, best);
     }
-    const float most = largest(best);
+    const int32_t bits = largest(best);
+    float most;
+    std::memcpy(&most, &bits, sizeof most);
     const bool zero = !(most > 1e-30f);
     const float inverse = zero ? 0.0f : 127.0f / most, scale = zero ? 0.0f : most / 127.0f;
     const int64_t at = block * rows + row;
-    VU total = {}, rest_total = {};
+    VU totals = {};  // of the values in the lower half of a lane, of their errors in the upper half
     for (int i = 0; i < BLOCK / W; i++) {
       const VI first = rounded(v[i] * inverse);
       const VI second = rounded(fma(-to_float(first), splat(scale), v[i]) * (254.0f * inverse));
-      total += (VU)first;
-      rest_total += (VU)second;
+      totals += (VU)first + ((VU)second << 16);
       put_bytes(q + at * BLOCK + i * W, first);
       put_bytes(rest + at * BLOCK + i * W, second);
     }
     const int64_t of_row = row * blocks + block;
-    scales[of_row] = scale + sum(bad);
-    sums[of_row] = int32_t(sum(total));
-    rest_sums[of_row] = int32_t(sum(rest_total));
+    const uint32_t both = sum(totals);
+    scales[of_row] = bits < 0x7f800000 ? scale : std::numeric_limits<float>::quiet_NaN();
+    sums[of_row] = int16_t(both);
+    rest_sums[of_row] = int32_t(both - uint32_t(sums[of_row])) >> 16;
   }
 
   void quantize_row(int64_t row, const float* x, int64_t K) {

@@ -11,8 +11,8 @@
 #include <cstring>
 #include <utility>
 
-// 4: AVX-512 VNNI, 3: AVX-512 BW, 2: AVX-VNNI, 1: AVX2, 0: plain loops. The caller's compiler flags
-// allow the instructions that a path needs.
+// 5: AVX-512 VNNI and BF16, 4: AVX-512 VNNI, 3: AVX-512 BW, 2: AVX-VNNI, 1: AVX2, 0: plain loops.
+// The caller's compiler flags allow the instructions that a path needs.
 #ifndef FASTEAGLE_ISA
 #define FASTEAGLE_ISA 0
 #endif
@@ -96,9 +96,13 @@ inline auto sum(V v) {
   return v[0];
 }
 
-inline VF larger(VF a, VF b) { return a > b ? a : b; }
+template <class V>
+inline V larger(V a, V b) {
+  return a > b ? a : b;
+}
 
-inline float largest(VF v) {
+template <class V>
+inline auto largest(V v) {
   if constexpr (W == 16) v = larger(v, swapped<8>(v));
   v = larger(v, swapped<4>(v));
   v = larger(v, swapped<2>(v));

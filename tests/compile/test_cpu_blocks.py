@@ -77,7 +77,9 @@ def test_blocks_compute_what_the_model_says(name):
 
 
 ROWS = [(name, torch.float32, (1, 60, 130)[i % 3]) for i, name in enumerate(CONFIGS)]
-ROWS += [("gqa", torch.bfloat16, 130), ("long window", torch.float32, 130)]
+ROWS += [("long window", torch.float32, 130)]
+ROWS += [("gqa", torch.bfloat16, n) for n in (130, 131)]  # an even and an odd number of keys
+ROWS += [(name, torch.bfloat16, 61) for name in ("window", "wide heads")]
 
 
 @pytest.mark.parametrize(("name", "dtype", "length"), ROWS, ids=str)

@@ -162,7 +162,7 @@ def test_cpu_and_compiler_decide_which_path_is_taken(fake_compiler, monkeypatch)
     assert "no AVX2" in (cpu_build.available("auto") or "")  # nobody compared them with ATen's
     assert cpu_build.available("native") is None
     able |= {need: True for isa in cpu_build.ISAS for need in isa.needs}
-    assert cpu_build.runnable()[0].name == "avx512-vnni"
+    assert cpu_build.runnable()[0].name == "avx512-bf16"
     assert cpu_build.ISAS[0].flags[:4] == ("-mavx2", "-mfma", "-mf16c", "-mavx512f")
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
     folder = fake_compiler(
@@ -170,7 +170,7 @@ def test_cpu_and_compiler_decide_which_path_is_taken(fake_compiler, monkeypatch)
     )
     assert cpu_build.runnable()[0].name == "avx-vnni" and cpu_build.chosen().name == "avx2"
     folder.mkdir(parents=True)
-    cpu_build.library_path(cpu_build.ISAS[2]).touch()
-    assert cpu_build.chosen().name == "avx-vnni", "built already"
     cpu_build.library_path(cpu_build.ISAS[3]).touch()
+    assert cpu_build.chosen().name == "avx-vnni", "built already"
+    cpu_build.library_path(cpu_build.ISAS[4]).touch()
     assert cpu_build.chosen().name == "avx-vnni", "the faster one of two"

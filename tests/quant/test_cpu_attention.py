@@ -1,0 +1,117 @@
+"""Attention in our CPU kernels against plain torch, on every path that this CPU can run."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from fasteagle.quant.cpu_linear import pack
+from fasteagle.quant.cpu_tensors import BlockTensors
+from fasteagle.quant.packed import int8
+from helpers import rounded_activations
+
+D, G, GROUP, SLOTS = 64, 2, 3, 192  # model dim, KV heads, queries of each, slots of the caches
+H, EPS = G * GROUP, 1e-5
+NOTHING = torch.empty(0)
+
+
+def packed(N: int, K: int, size: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """A random weight as the kernels read it, and its values."""
+    values = torch.randint(-127, 128, (N, K), generator=generator)
+    weight = int8(values, torch.full((N, 1), size / 127))
+    return pack(weight), weight.dequantize().double()
+
+
+def random_mask(T: int, slots: Tensor, generator: torch.Generator) -> Tensor:
+    """Each row sees all slots before `slots`, its own, and some of those of earlier rows."""
+    mask = torch.arange(SLOTS).expand(T, -1) < slots[0]
+    mask[:, slots] = torch.rand(T, T, generator=generator).tril(-1) > 0.5
+    mask[torch.arange(T), slots] = True
+    return mask
+
+
+def block_of(qkv: Tensor, out: Tensor) -> BlockTensors:
+    """A block whose MLP adds nothing."""
+    generator = torch.Generator()
+    return BlockTensors(*[NOTHING] * len(BlockTensors._fields))._replace(
+        attention_norm=torch.ones(D),
+        qkv=qkv,
+        out=out,
+        mlp_norm=torch.ones(D),
+        gate_up=packed(64, D, 0.0, generator)[0],
+        down=packed(D, 32, 0.0, generator)[0],
+    )
+
+
+def run(ops, x: Tensor, slots: Tensor, seen: tuple, caches: list[Tensor], block) -> Tensor:
+    """Rows x [T, D] after the block, without rotation; `seen` is a mask, or a tree."""
+    E = caches[0].shape[2]
+    turns = torch.ones(len(x), E), torch.zeros(len(x), E)
+    return ops.blocks(x, *turns, slots, *seen, 0, caches, list(block), H, EPS, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("E", [16, 32, 48, 80])
+def test_attention_is_that_of_plain_torch(ops, E, dtype):
+    """A block whose MLP adds nothing, over caches of some lengths: one row, and a tree of six."""
+    generator = torch.Generator().manual_seed(E)
+    qkv, qkv_rows = packed((H + 2 * G) * E, D, 0.5, generator)
+    out, out_rows = packed(D, H * E, 1.0, generator)
+    block = block_of(qkv, out)
+    # Products of bf16 round queries and weights to 8 bits of mantissa.
+    limit = 0.015 if dtype == torch.bfloat16 and ops.isa() == 5 else 1e-3
+    for length, T in itertools.product((0, 1, 2, 63, 64, 130), (1, 6)):
+        caches = [torch.randn(G, SLOTS, E, generator=generator).to(dtype) for _ in range(2)]
+        x = torch.randn(T, D, generator=generator)
+        slots, seen = torch.arange(length, length + T), length + T
+        mask = random_mask(T, slots, generator)
+
+        normed = x * (x.square().mean(1, keepdim=True) + EPS).rsqrt()
+        rows = (rounded_activations(normed) @ qkv_rows.T).unflatten(1, (-1, E)).transpose(0, 1)
+        q, k, v = rows.split([H, G, G])
+        keys, values = (
+            torch.cat((cache[:, :length], new.to(dtype)), 1)
+            for cache, new in zip(caches, (k, v), strict=True)
+        )
+        scores = q @ keys.double().repeat_interleave(GROUP, 0).mT / math.sqrt(E)
+        weights = scores.masked_fill(~mask[:, :seen], -math.inf).softmax(-1)
+        attended = weights @ values.double().repeat_interleave(GROUP, 0)
+        attended = attended.transpose(0, 1).flatten(1).float()
+        expected = rounded_activations(attended) @ out_rows.T
+
+        for cache in caches:
+            cache[:, length:] = math.nan  # the block writes T of them
+        y = run(ops, x, slots, (mask, None, None, None), caches, block)
+        assert (y - x - expected).norm() < limit * expected.norm(), (length, T)
+        for cache, each in zip(caches, (keys, values), strict=True):
+            assert torch.allclose(cache[:, :seen].double(), each.double(), rtol=0.01, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("E", [16, 32])
+def test_a_row_has_the_same_bits_alone_by_mask_and_by_tree(ops, E, dtype):
+    """With weights of very different sizes, whose sums depend on their order."""
+    generator = torch.Generator().manual_seed(E)
+    qkv, out = (
+        packed(N, K, size, generator)[0]
+        for N, K, size in (((H + 2 * G) * E, D, 2.0), (D, H * E, 1.0))
+    )
+    T, block = 5, block_of(qkv, out)
+    depths = torch.arange(T)
+    paths = depths.int().expand(T, -1).contiguous()
+    for length in range(1, 140, 3):
+        caches = [torch.randn(G, SLOTS, E, generator=generator).to(dtype) for _ in range(2)]
+        x = torch.randn(T, D, generator=generator)
+        slots = length + depths
+        mask = torch.arange(SLOTS) <= slots[:, None]
+        together = run(ops, x, slots, (mask, None, None, None), caches, block)
+        as_tree = None, torch.tensor(length), paths, depths
+        assert torch.equal(run(ops, x, slots, as_tree, caches, block), together), length
+        for t in range(T):
+            one = slice(t, t + 1)
+            y = run(ops, x[one], slots[one], (mask[one], None, None, None), caches, block)
+            assert torch.equal(y, together[one]), (length, t)
