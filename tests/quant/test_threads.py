@@ -62,6 +62,54 @@ extern "C" int64_t count(int64_t n, int rounds, int slow, int32_t* counts) {
   });
   return others;
 }
+
+// Number of threads of a call by a thread for which two calls with long waits ended `seconds` ago.
+extern "C" int threads_after_waits(double seconds) {
+  using namespace std::chrono;
+  int size = 0;
+  std::thread([&] {
+    const auto before = Clock::now() - milliseconds(int64_t(1000 * seconds));
+    for (int i = 0; i < 2; i++)
+      Spared::of_this_thread().learn(2, milliseconds(8), milliseconds(10), before);
+    for (int i = 0; i < 2; i++)  // the first call learns that the waits are over
+      in_parallel([&](const Worker& me) {
+        if (me.id == 0) size = me.size;
+      });
+  }).join();
+  return size;
+}
+
+// Returns after how many calls, in each of which one thread is late, a thread is spared; or `most`.
+extern "C" int calls_until_spared(int most) {
+  int calls = 0;
+  std::thread([&] {
+    while (calls < most && !Spared::of_this_thread().threads()) {
+      calls++;
+      in_parallel([&](const Worker& me) {
+        if (me.id == 0) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+        me.team.barrier();
+      });
+    }
+  }).join();
+  return calls;
+}
+
+// Milliseconds that count as waiting, where one of two threads is `late_us` behind the other.
+extern "C" double waited_ms(int late_us) {
+  Team team(2);
+  std::atomic<bool> waits{false};
+  std::thread other([&] {
+    waits = true;
+    team.barrier();
+  });
+  while (!waits) sched_yield();
+  const auto end = Clock::now() + std::chrono::microseconds(late_us);
+  while (Clock::now() < end) {
+  }
+  team.barrier();
+  other.join();
+  return std::chrono::duration<double, std::milli>(team.waited()).count();
+}
 """
 
 
@@ -74,6 +122,15 @@ def library(tmp_path_factory):
     command = cpu_build.command(cpu_build.ISAS[-1], "unused", folder / "threads.so", source)
     subprocess.run(command, check=True)
     return ctypes.CDLL(folder / "threads.so")
+
+
+@pytest.fixture
+def two_threads():
+    """Two threads in what calls the library."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +172,19 @@ def test_every_part_of_the_work_is_taken_once(library, n, n_threads):
     assert list(counts)[:n] == [50] * n
 
 
+@pytest.mark.parametrize("n_threads", [64, 65, 80])
+def test_every_part_is_taken_once_by_more_threads_than_share_work(library, n_threads):
+    """From 65 threads on each takes what is its own."""
+    counts = (ctypes.c_int32 * 200)()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(n_threads)
+    try:
+        library.count(ctypes.c_int64(200), 3, -1, counts)
+    finally:
+        torch.set_num_threads(threads)
+    assert list(counts) == [3] * 200
+
+
 def test_a_slow_threads_work_is_taken_by_others(library):
     library.count.restype = ctypes.c_int64
     counts = (ctypes.c_int32 * 64)()
@@ -135,6 +205,7 @@ def test_waits_that_cost_less_than_a_thread_spare_none(spared):
     """A prompt's rows take 100 ms a call: each meets a wait of some ms."""
     assert set(spared([(2, 4, 100)] * 100)) == {0}
     assert set(spared([(2, 4, 10)] * 100)) == {0}, "two of three ms are still won"
+    assert set(spared([(2, 5, 10)] * 100)) == {0}, "alone it would take as long"
     assert spared([(8, 4, 10)] * 2) == [0, 1], "one of eight threads is worth less than these"
 
 
@@ -146,3 +217,50 @@ def test_a_wait_in_a_short_call_says_nothing(spared):
 
 def test_more_than_one_thread_is_spared_where_waits_go_on(spared):
     assert spared([(8, 5, 10), (8, 5, 10), (7, 5, 10), (7, 5, 10)]) == [0, 1, 1, 2]
+
+
+WAIT, CALM = (2, 8, 15), (2, 0, 100)
+
+
+def test_waits_far_from_each_other_are_chance(spared):
+    assert spared([WAIT, *[CALM] * 3, WAIT])[-1] == 1
+    assert set(spared([WAIT, *[CALM] * 7, WAIT])) == {0}
+
+
+def test_a_single_wait_delays_the_next_try(spared):
+    """A thread is tried again 1.2 s after the last wait."""
+    threads = spared([WAIT, WAIT, *[CALM] * 10, WAIT, *[CALM] * 12])
+    assert threads == [0] + [1] * 23 + [0]
+
+
+def test_spared_threads_are_tried_again_one_by_one(spared):
+    threads = spared([(8, 5, 10)] * 2 + [(7, 5, 10)] * 2 + [CALM] * 48)
+    assert threads == [0, 1, 1, 2] + [2] * 23 + [1] * 24 + [0]
+
+
+def test_the_time_until_a_thread_is_tried_again_has_a_limit_and_an_end(spared):
+    """It doubles with each thread that is spared, up to 10 s, and is short after calm times."""
+    many = [(64, 5, 10)] * 10
+    threads = spared(many + [CALM] * 100)
+    assert threads[9:] == [5] * 100 + [4]
+    threads = spared([WAIT, WAIT] + [CALM] * 12 + [CALM] * 12 + [WAIT, WAIT] + [CALM] * 12)
+    assert threads[-14:] == [0] + [1] * 12 + [0]
+
+
+def test_a_call_leaves_spared_threads_out_until_they_are_tried_again(library, two_threads):
+    library.threads_after_waits.argtypes = [ctypes.c_double]
+    assert library.threads_after_waits(0) == 1
+    assert library.threads_after_waits(2) == 2
+
+
+def test_calls_in_which_a_thread_is_late_spare_one(library, two_threads):
+    """Two suffice, unless the threads start at different times."""
+    assert library.calls_until_spared(10) < 10
+
+
+def test_only_long_waits_count_and_count_for_those_who_wait(library):
+    """The best of some tries: another program may delay a thread."""
+    library.waited_ms.restype = ctypes.c_double
+    assert min(library.waited_ms(500) for _ in range(20)) == 0
+    waits = (library.waited_ms(30_000) for _ in range(5))
+    assert any(24 < waited < 36 for waited in waits)
