@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,7 +21,8 @@ LAYERS = {
     "mixtral": MoEConfig(8, 2, 64, renormalize=True),
     "one expert": MoEConfig(1, 1, 32),
     "all experts": MoEConfig(5, 5, 32, renormalize=True, scale=2.5),
-    "shared": MoEConfig(33, 3, 32, shared_ffn_dim=96),
+    "shared": MoEConfig(33, 3, 32, scale=1.5, shared_ffn_dim=96),
+    "shared and wide": MoEConfig(4, 1, 32, shared_ffn_dim=2048),
     "shared by a gate": MoEConfig(6, 4, 96, shared_ffn_dim=32, shared_gate=True),
     "biased": MoEConfig(12, 4, 32, renormalize=True, choice_bias=True),
     "biased, all weighed": MoEConfig(7, 3, 32, shared_ffn_dim=32, choice_bias=True),
@@ -107,14 +110,15 @@ def test_any_number_of_threads_gives_the_same_bits(ops, name):
 
 
 def test_the_lower_of_equal_experts_is_chosen(ops):
-    """All rows choose the same experts, then each expert one row."""
-    for config in (LAYERS["mixtral"], LAYERS["shared"]):
+    """All rows choose the same experts, also if the last is better, then each expert one row."""
+    for config, last in product((LAYERS["mixtral"], LAYERS["shared"]), (-1.0, 1.01)):
         layer, twin = layers(config, "int8")
         layer.router.weight.zero_()
-        layer.router.weight[config.n_expert - 1] = -1.0
+        layer.router.weight[config.n_expert - 1] = last
         layer.router.weight[1:5] = 1.0
         x = rows_of(32, 96).abs()
-        assert twin.route(x)[0].unique().tolist() == list(range(1, 1 + config.top_k))
+        chosen = [*range(1, config.top_k), config.top_k if last < 0 else config.n_expert - 1]
+        assert twin.route(x)[0].unique().tolist() == chosen
         expected = twin(x)
         assert ((run(ops, layer, x) - x - expected).norm() < 0.01 * expected.norm()).all()
     layer, twin = layers(MoEConfig(32, 1, 32), "int8")
@@ -124,6 +128,20 @@ def test_the_lower_of_equal_experts_is_chosen(ops):
     assert twin.route(x)[0].flatten().tolist() == list(range(32))
     expected = twin(x)
     assert ((run(ops, layer, x) - x - expected).norm(dim=1) < 0.01 * expected.norm(dim=1)).all()
+
+
+@pytest.mark.parametrize("name", ["mixtral", "shared by a gate", "biased", "biased, all weighed"])
+def test_logits_of_any_size_weigh_experts(ops, name):
+    """Logits apart by hundreds, where the bias chooses others than the highest first."""
+    layer, twin = layers(LAYERS[name], "int8")
+    layer.router.weight *= 300
+    if layer.shared_gate is not None:
+        layer.shared_gate.weight *= 300
+    if layer.choice_bias is not None:
+        layer.choice_bias *= 10
+    x = rows_of(32, 96)
+    y, expected = run(ops, layer, x), twin(x)
+    assert ((y - x - expected).norm(dim=1) <= 0.02 * expected.norm(dim=1)).all()
 
 
 def test_what_is_not_finite_stays_visible(ops):
@@ -137,14 +155,24 @@ def test_what_is_not_finite_stays_visible(ops):
 
 def test_routers_that_do_not_fit_are_refused(ops):
     layer, _ = layers(LAYERS["shared by a gate"], "int8")
+    shared = ("shared_gate_up", "shared_down")
+    odd = [pack(packed_weight(*size, "int8")) for size in ((80, 96, 32), (96, 40, 40))]
     for changes, message in (
         ({"router": torch.zeros(6, 64)}, "4 of 6 experts, router"),
         ({"router": torch.zeros(5, 96)}, "gate_up is"),
+        ({"router": torch.zeros(6, 96, 2)}, "a router, and"),
+        ({"router": torch.zeros(96, 6).T}, "a router, and"),
+        ({"choice_bias": torch.zeros(5)}, "bias of 6 experts"),
+        ({"choice_bias": torch.zeros(12)[::2]}, "bias of 6 experts"),
         ({"routing": torch.tensor([7.0, 0, 1]).double()}, "7 of 6 experts"),
         ({"routing": torch.tensor([0.0, 0, 1]).double()}, "0 of 6 experts"),
         ({"routing": torch.zeros(2).double()}, "how it weights"),
         ({"shared_gate": torch.zeros(5)}, "shared expert of width 32"),
+        ({"shared_gate": torch.zeros(192)[::2]}, "shared expert of width 32"),
         ({"shared_gate_up": layer.gate_up.packed}, "shared expert of width 32"),
+        ({"shared_gate_up": pack(packed_weight(64, 64, 32, "int8"))}, "shared expert of width 32"),
+        ({"shared_down": pack(packed_weight(64, 32, 32, "int8"))}, "shared expert of width 32"),
+        (dict(zip(shared, odd, strict=True)), "shared expert of width 40"),
     ):
         with pytest.raises(RuntimeError, match=message):
             run(ops, layer, torch.zeros(2, 96), **changes)
