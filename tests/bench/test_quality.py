@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
 import torch
+from click.testing import CliRunner
 
+from fasteagle.bench import quality
 from fasteagle.bench.hf import hf_model
 from fasteagle.bench.quality import EvalOptions, evaluate
-from fasteagle.loading.checkpoint import open_checkpoint
+from fasteagle.cli.main import main
+from fasteagle.device import pick_dtype
+from fasteagle.loading.checkpoint import open_checkpoint, required_bytes
 from fasteagle.loading.quantize import with_scheme
 from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.options import RuntimeOptions
@@ -81,3 +86,33 @@ def test_a_window_may_be_the_whole_context(folder, text, monkeypatch):
 class _plain:
     def __init__(self, checkpoint):
         self.config, self.names, self.load = checkpoint.config, checkpoint.names, checkpoint.load
+
+
+def test_the_reference_has_16_bits_where_32_would_fill_the_memory(folder, text, monkeypatch):
+    """A tenth stays free."""
+    config = open_checkpoint(folder).config
+    need = sum(required_bytes(config, torch.float32, 32))
+    options = EvalOptions(text, ("fp32",), tokens=32, window=32)
+    for factor, dense in ((1.2, "fp32"), (1.05, pick_dtype("auto", torch.device("cpu")))):
+        monkeypatch.setattr(quality, "available_bytes", lambda device, f=factor: int(f * need))
+        (reference, _) = evaluate(str(folder), options, RuntimeOptions(device="cpu"))
+        assert reference.precision == dense
+
+
+def test_a_record_has_the_numbers_of_the_table(folder, text, tmp_path):
+    path = tmp_path / "record.json"
+    options = ["--precision", "fp32", "--tokens", "64", "--window", "32", "--md", "--json"]
+    run = ["eval", "--model", str(folder), "--text", str(text), *options, str(path)]
+    result = CliRunner().invoke(main, run)
+    assert result.exit_code == 0, result.output
+    record = json.loads(path.read_text())
+    assert (record["model"], record["text"]) == (str(folder), "text.txt")
+    lines = [line.split("|")[1:-1] for line in result.stdout.splitlines()[2:]]
+    assert [[cell.strip() for cell in line] for line in lines] == [
+        [
+            *(row["precision"], row["scheme"]),
+            *(f"{row['perplexity']:.3f}", f"{row['kl']:.5f}"),
+            *(f"{100 * row['agreement']:.2f} %", f"{row['weight_gb']:.3f}"),
+        ]
+        for row in record["rows"]
+    ]

@@ -15,13 +15,16 @@ from fasteagle.bench.roofline import (
     DEVICES,
     FINISH_SMALL,
     OUTLOOKS,
+    PASS_SMALL,
     CapturedCycle,
+    Part,
     Storage,
     Workload,
     device_reported_as,
     limit,
     storage_named,
 )
+from fasteagle.errors import FasteagleError
 from fasteagle.loading.heads.find import head_shape
 from fasteagle.loading.registry import preset
 from fasteagle.quant.interleaved import layout_for
@@ -117,6 +120,39 @@ def test_a_mixture_of_experts_on_a_3090():
     )
     assert 1000 / bound > speeds.plain
     assert (round(speeds.plain), round(speeds.drafted)) == (241, 375), "as docs/measuring.md says"
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "qwen1.5-moe", "ernie-4.5-21b-a3b"])
+def test_a_row_reads_its_experts_the_shared_ones_routers_and_dense_blocks(name):
+    config = dataclasses.replace(preset(name), ffn_dim=4096)  # of the dense blocks
+    load = Workload(config, storage_named("int4", config), 100)
+    read = sum(part.n_bytes for part in load.verifying(1))
+    expected = load.storage.pass_bytes(config) + config.kv_bytes(100)
+    assert read == pytest.approx(expected, rel=1e-5)
+
+
+def test_products_in_fp32_run_at_the_rate_of_fp32():
+    part = Part("a product", 1, flops=35.6e9)
+    assert limit([part], RTX3090, element_bytes=4) == (pytest.approx(1.0), "compute")
+    assert limit([part], RTX3090)[0] == pytest.approx(35.6 / 71)
+    assert limit([part], RTX3090, fp16=True)[0] == pytest.approx(35.6 / 142)
+
+
+@pytest.mark.parametrize(
+    ("changes", "launches"), [({}, 2), ({"qk_norm": True}, 3), ({"head_dim": 256}, 3)]
+)
+def test_launches_of_a_block_that_neither_multiply_nor_attend(changes, launches):
+    """Attention rotates heads of 128 columns itself, unless they are normed before."""
+    config = dataclasses.replace(LLAMA, **changes)
+    load = Workload(config, storage_named("int4", config), 100)
+    (rest,) = (part for part in load.verifying(1) if part.name == "norms, rest of the pass")
+    assert rest.launches == 32 * launches + PASS_SMALL
+
+
+def test_an_unknown_precision_is_refused_with_the_known_ones():
+    with pytest.raises(FasteagleError, match="unknown precision 'int3': use bf16, fp16, fp32, int"):
+        storage_named("int3", LLAMA)
+    assert storage_named("int4-g64-own", LLAMA) == storage_named("int4-g64", LLAMA)
 
 
 @pytest.mark.parametrize("name", ["llama2-7b", "llama3-8b", "qwen3-8b"])
