@@ -140,6 +140,40 @@ def test_llama3_scaling_becomes_factors(target, tokenizer, tmp_path):
             assert torch.allclose(a, b, atol=1e-4)
 
 
+def test_linear_scaling_is_written_and_read_back(target, tokenizer, tmp_path):
+    head = head_for(target, KIND)
+    state = official_state(head)
+    write(tmp_path / "h.gguf", head, state, tokenizer, rope_linear_factor=2.0)
+    said = read_index(tmp_path / "h.gguf").fields
+    assert said["eagle3.rope.scaling.type"] == "linear"
+    assert said["eagle3.rope.scaling.factor"] == 2.0
+    assert load_head(tmp_path / "h.gguf", CONFIG)[0].config.block.rope_linear_factor == 2.0
+
+
+def test_what_a_file_does_not_say(target, tokenizer, tmp_path, monkeypatch):
+    """The vocabulary is the tokenizer's or the embedding's, the base of RoPE is 10,000."""
+    for own in (False, True):
+        path = tmp_path / f"{own}.gguf"
+        written(path, head_for(target, KIND, own_embedding=own), tokenizer)
+        index = read_index(path)
+        absent = {"eagle3.vocab_size", "eagle3.rope.freq_base", "eagle3.context_length"}
+        assert absent <= index.fields.keys()
+        fields = {key: value for key, value in index.fields.items() if key not in absent}
+        bare = dataclasses.replace(index, fields=fields)
+        with monkeypatch.context() as patch:
+            patch.setattr(gguf_head, "read_index", lambda path, bare=bare: bare)
+            raw, _ = gguf_head.read_gguf_head(path)
+        assert (raw["vocab_size"], raw["rope_theta"]) == (60, 10000.0)
+        assert "max_position_embeddings" not in raw
+        assert gguf_head.read_gguf_head(path)[0]["max_position_embeddings"] == 512
+
+
+def test_more_than_three_auxiliary_layers_are_read(target, tokenizer, tmp_path):
+    layers = (0, 1, 2, 3, 5, 7)
+    written(tmp_path / "h.gguf", head_for(target, KIND, aux_layers=layers), tokenizer)
+    assert open_head(tmp_path / "h.gguf").aux_layers == layers
+
+
 def test_quantized_tensors_and_names_of_forks(target, tmp_path):
     head = head_for(target, KIND)
     state = official_state(head)

@@ -7,7 +7,7 @@ import torch
 from click.testing import CliRunner
 
 from fasteagle.cli import main as cli
-from fasteagle.config import Eagle3Config
+from fasteagle.config import Eagle3Config, Llama3RopeScaling
 from fasteagle.generate import Engine
 from fasteagle.loading.heads import inspect as module
 from fasteagle.loading.heads.write import save_head
@@ -77,6 +77,37 @@ def test_every_dialect_without_a_model(tmp_path, dialect):
     assert facts["LM head"] == ("its own" if trimmed else "the target's")
     assert facts["embedding"] == "the target's"
     assert "float32" in facts["size"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"rope_scaling": Llama3RopeScaling(8.0, 1.0, 4.0, 64)}, "llama3 scaling x 8"),
+        ({"rope_linear_factor": 2.5}, "linear scaling x 2.5"),
+        ({"rope_freq_factors": (1.0, 2.0, 3.0, 4.0)}, "a factor by frequency"),
+        ({"sliding_window": 2048}, "no scaling"),
+    ],
+    ids=str,
+)
+def test_facts_of_rope_and_window(tmp_path, changes, expected):
+    save_head(tmp_path, random_head(random_target(TARGET), **changes), {}, torch.float16)
+    _, facts, _ = run(tmp_path)
+    assert facts["RoPE"] == f"base 500,000, {expected}"
+    window = "2,048 keys" if "sliding_window" in changes else None
+    assert facts.get("sliding window") == window
+    assert facts["size"].endswith(" MB in float16"), "the map of draft tokens is no weight"
+
+
+def test_layers_beyond_the_blocks_are_not_measured(own_head, tiny_dir, monkeypatch):
+    """Blocks are counted by their input: the last number is that of the final features."""
+    edit_json(own_head / "config.json", tap_layers=[0, 1, 2])
+    layers = []
+    monkeypatch.setattr(module, "_accepted", lambda *given: layers.append(given[-1]) or 0.0)
+    run(own_head, "--model", tiny_dir, "--probe", "--precision", "fp32")
+    assert layers == [None, (1, 2, 3)]
+    edit_json(own_head / "config.json", tap_layers=[1, 2, 3])
+    run(own_head, "--model", tiny_dir, "--probe", "--precision", "fp32")
+    assert layers[2:] == [None, (0, 1, 2)]
 
 
 def test_a_head_of_ours_with_its_model(own_head, tiny_dir, tmp_path):
