@@ -87,6 +87,7 @@ def test_one_of_a_shorter_context(chat, tmp_path):
         (["--draft-model", "x", "--no-spec"], "drop --drafter none"),
         (["--draft-model", "x", "--head", "y", "--lookup", "z"], "drop --head and --lookup"),
         (["--draft-model", "x", "--lookup-depth", "9"], "drop --lookup-depth"),
+        (["--draft-model", "x", "--tree", "y"], "drop --tree FILE"),
     ],
 )
 def test_options_that_do_not_go_together(chat, options, message):
