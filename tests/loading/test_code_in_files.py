@@ -94,6 +94,15 @@ def test_tensors_without_a_place_for_each_value_are_refused(tmp_path, kind_of_te
             read()
 
 
+@pytest.mark.parametrize("content", [{1: torch.zeros(2)}, [torch.zeros(2)], torch.zeros(2)])
+def test_a_torch_file_without_names_is_refused(tmp_path, content):
+    model = save_tiny(tmp_path / "model")
+    (model / "model.safetensors").unlink()
+    torch.save(content, model / "pytorch_model.bin")
+    with pytest.raises(FasteagleError, match=r"pytorch_model\.bin: .* \(no dict of tensors\)$"):
+        open_checkpoint(model)
+
+
 @pytest.mark.parametrize("name", ["state.pt", "model.safetensors", "model.gguf"])
 def test_a_pickle_in_place_of_a_model_or_a_head(tmp_path, name):
     """By its path or alone in its folder, as pickle writes it."""

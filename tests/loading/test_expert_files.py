@@ -11,15 +11,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from families import MOE_FAMILIES
+from fasteagle.config import Multipliers
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
+from fasteagle.loading.multipliers import MultipliedCheckpoint
 from fasteagle.loading.quantize import with_scheme
 from fasteagle.loading.source import Linears
 from fasteagle.loading.stored import StoredFolder
-from fasteagle.loading.tensors import SafetensorsFolder, fingerprint
+from fasteagle.loading.tensors import DummyCheckpoint, SafetensorsFolder, fingerprint
 from fasteagle.model import MoE
 from gguf_files import write_gguf
-from helpers import logits_of, make_hf_model
+from helpers import logits_of, make_hf_model, tiny_config
 from quantized_folders import CASES, CONFIG, Oracle, make, plain_tensors
 
 WIDE = {"mixtral": {"intermediate_size": 64}}  # int4 groups of 32 everywhere
@@ -225,3 +227,41 @@ def test_one_expert_at_a_time_is_in_memory(tmp_path, monkeypatch, quant):
     loaded = computed(checkpoint)
     assert len(most) >= 3 * 8 * 3 and max(most) <= 2
     assert loaded.isfinite().all()
+
+
+class Tied(DummyCheckpoint):
+    """An embedding that is packed, in act-order."""
+
+    def bits(self, name):
+        return 4 if name == "model.embed_tokens.weight" else None
+
+    def columns(self, name):
+        return torch.arange(32).flip(0) if name == "model.embed_tokens.weight" else None
+
+
+def test_the_lm_head_of_a_tied_granite_is_stored_as_its_embedding():
+    checkpoint = MultipliedCheckpoint(
+        Tied(tiny_config(tie_embeddings=True)), Multipliers(3.0, 0.15, 0.4, 2.5)
+    )
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    assert checkpoint.bits(head) == checkpoint.bits(embedding) == 4
+    assert torch.equal(checkpoint.columns(head), checkpoint.columns(embedding))
+    assert checkpoint.bits("model.norm.weight") is checkpoint.columns("model.norm.weight") is None
+
+
+@pytest.mark.parametrize("family", ["erniemoe", "qwen2moe"])
+def test_what_routes_rows_stays_in_fp32(tmp_path, family):
+    """Rounded to bf16, near scores would choose other experts."""
+    checkpoint = open_checkpoint(save(tmp_path, family))
+    model = load_model(checkpoint, dtype=torch.bfloat16, device="cpu", max_seq_len=64)
+    mlp, p = model.blocks[2].mlp, "model.layers.2.mlp."
+    gate = None if mlp.shared_gate is None else mlp.shared_gate.weight
+    assert (mlp.choice_bias is None) != (gate is None)
+    for tensor, name in (
+        (mlp.router.weight, p + "gate.weight"),
+        (mlp.choice_bias, p + "gate.e_score_correction_bias"),
+        (gate, p + "shared_expert_gate.weight"),
+    ):
+        if tensor is not None:
+            assert tensor.dtype == torch.float32
+            assert torch.equal(tensor, checkpoint.load(name).float())

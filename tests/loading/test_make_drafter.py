@@ -251,3 +251,16 @@ def test_a_head_is_refused_before_the_target_is_loaded(tiny_dir, head_dir, monke
         arguments = [*command, "--model", str(tiny_dir), "--head", str(head_dir)]
         result = CliRunner().invoke(cli.main, arguments)
         assert result.exit_code == 2 and "damaged or truncated" in result.stderr
+
+
+def test_files_that_fill_the_memory_are_named(model, checkpoint, monkeypatch):
+    def fill(*given):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(Drafting, "_drafter", fill)
+    for drafter, said in (
+        ("ngram", r"while loading files,? .*: give fewer to --lookup$"),
+        ("eagle", r"while loading the draft head,? .*: choose a smaller model, or guess from the"),
+    ):
+        with pytest.raises(FasteagleError, match=said):
+            drafter_for(model, checkpoint, drafter=drafter)

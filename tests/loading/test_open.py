@@ -27,6 +27,12 @@ def test_a_line_appears_where_opening_takes_long(tiny_dir, monkeypatch, seconds,
     assert said == lines
 
 
+def test_threads_are_set_before_anything_runs(tiny_dir):
+    assert torch.get_num_threads() != 1
+    open_model(str(tiny_dir), RuntimeOptions(device="cpu", threads=1))
+    assert torch.get_num_threads() == 1
+
+
 def answer(engine):
     return [t for ids in engine.generate([5, 6, 7], SamplingParams(), 4) for t in ids]
 

@@ -60,6 +60,11 @@ def test_a_larger_one_is_warned_of(chat, tiny_dir, small_dir):
     assert "use a smaller one" in result.stderr
 
 
+def test_one_of_the_same_size_is_warned_of(chat, small_dir):
+    result = chat("--model", small_dir, "--draft-model", small_dir, "--max-new-tokens", 5)
+    assert result.exit_code == 0 and "guessing will cost more than it saves" in result.stderr
+
+
 def test_one_that_does_not_fit_beside_its_target(chat, small_dir, monkeypatch):
     devices = []
 

@@ -74,3 +74,14 @@ def test_a_folder_with_one_gguf_file_is_that_file(tmp_path):
     )
     (tmp_path / "model.safetensors").write_bytes(b"")
     assert registry.resolve(str(tmp_path)).path == tmp_path
+
+
+def test_an_unknown_shape_is_refused_with_similar_names():
+    with pytest.raises(FasteagleError, match="unknown preset 'llama2-7'; did you mean 'llama2-7b"):
+        registry.preset("llama2-7")
+
+
+def test_a_path_may_begin_with_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    assert registry.resolve("~/m.gguf").path == tmp_path / "m.gguf"

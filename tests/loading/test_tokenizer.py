@@ -8,6 +8,7 @@ import json
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -325,3 +326,18 @@ def test_whether_a_model_knows_thoughts(tiny_dir, template, token, knows):
     if token:
         tokenizer._backend.add_tokens([token])
     assert tokenizer.knows_thoughts == knows
+
+
+def named_templates(**templates):
+    return SimpleNamespace(chat_template=templates)
+
+
+def test_without_a_default_the_first_of_several_templates_is_taken():
+    tokenizer = ChatTokenizer(named_templates(rag="R", short="S"), frozenset())
+    assert tokenizer.template_for(USER) == tokenizer.template_for(USER, tools=[{}]) == "R"
+
+
+def test_a_template_that_is_given_replaces_that_for_tools_too():
+    backend = named_templates(default="D", tool_use="T")
+    assert ChatTokenizer(backend, frozenset()).template_for(USER, tools=[{}]) == "T"
+    assert ChatTokenizer(backend, frozenset(), "G").template_for(USER, tools=[{}]) == "G"
