@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from fasteagle.bench.plot import check_plot, figure, plot
+from fasteagle.bench.plot import check_plot, confidence_figure, figure, plot
 from fasteagle.errors import FasteagleError
 
 
@@ -57,3 +57,11 @@ def test_without_matplotlib_it_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(FasteagleError, match=r'pip install "fasteagle\[plot\]"'):
         check_plot(tmp_path / "chart.png")
+
+
+def test_a_point_stands_in_the_middle_of_its_tenth():
+    """Where nothing was drafted there is none."""
+    tenths = [(4, 1), *[(0, 0)] * 8, (10, 9)]
+    _, line = confidence_figure({"a head": tenths}).axes[0].get_lines()
+    assert line.get_label() == "a head"
+    assert line.get_xydata().tolist() == [[0.05, 0.25], [0.95, 0.9]]

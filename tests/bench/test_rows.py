@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+
 import pytest
 import torch
 
+from fasteagle.bench import report as reports
 from fasteagle.bench.hf import _Clock, hf_config
 from fasteagle.bench.measure import Bandwidth
 from fasteagle.bench.options import BenchOptions
@@ -145,3 +148,12 @@ def test_rows_that_are_none(rows, message):
     for row in rows.split():
         with pytest.raises(FasteagleError, match=message):
             BenchOptions(rows=(row,))
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError("git"), subprocess.TimeoutExpired("git", 10)])
+def test_without_git_the_commit_is_not_known(monkeypatch, error):
+    def refuse(*args, **options):
+        raise error
+
+    monkeypatch.setattr(reports.subprocess, "run", refuse)
+    assert reports._commit() is None
