@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 import fasteagle as fasteagle_package
@@ -141,6 +142,36 @@ def test_seed_is_drawn_and_printed_and_repeats(tiny_dir):
     again = invoke(*arguments, "--seed", line.split()[1])
     assert again.stdout_bytes == first.stdout_bytes != other.stdout_bytes
     assert "seed" not in invoke("chat", "--model", tiny_dir, "-p", "x").stderr
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "precision"),
+    [
+        ("--lm-head", "int4", "int4-lm4"),
+        ("--lm-head", "keep", "int4-lm16"),
+        ("--cpu-kernels", "auto", "int4"),
+        ("--cpu-kernels", "aten", "int4-aten"),
+        ("--quant-backend", "torchao", "int4-torchao"),
+    ],
+)
+def test_a_flag_that_is_gone_names_the_precision_instead(flag, value, precision):
+    done = invoke("chat", flag, value)
+    assert done.stderr == f"Error: {flag} is gone: use --precision {precision}\n"
+
+
+def test_quantize_sets_threads_and_says_the_size_of_what_it_wrote(tiny_dir, tmp_path, monkeypatch):
+    threads = []
+
+    def write(folder, *given):
+        threads.append(torch.get_num_threads())
+        with (folder / "weights").open("wb") as file:
+            file.truncate(3 * 10**8)  # takes no room on the disk
+
+    monkeypatch.setattr("fasteagle.cli.quantize.write_folder", write)
+    out = tmp_path / "out"
+    done = invoke("quantize", tiny_dir, "--int8", "--threads", 1, "-o", out)
+    assert done.exit_code == 0 and threads == [1], done.output
+    assert done.stderr.endswith(f"written to {out} (300 MB)\n")
 
 
 def test_cuda_where_there_is_none(tiny_dir, monkeypatch):

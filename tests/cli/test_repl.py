@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 
 import pytest
 
@@ -105,6 +106,7 @@ def test_a_text_of_several_lines_is_no_command(typed):
 def test_setting_options(typed):
     typed("/set temperature=0.5;top-p=0.8;seed=23;max_new_tokens=3;stop=a,b")
     shown = typed("/show")
+    assert "stop = x,y\n" in typed("/set stop=x,,y,") + typed("/show")
     for line in ("temperature = 0.5", "top_p = 0.8", "max_new_tokens = 3", "stop = a,b"):
         assert line in shown
     for bad, message in (
@@ -132,7 +134,8 @@ def test_switching_speculation(typed, llm):
     assert "ngram, 7 nodes" in typed("/spec on")
     assert "needs a draft head" in typed("/spec 4")
     assert "/spec 10000000 is out of range" in typed("/spec 10000000")
-    assert "wants on, off or a number" in typed("/spec often")
+    for word in ("often", "-1", "1.5", "²"):
+        assert "wants on, off or a number" in typed(f"/spec {word}")
     head = random_head(llm.engine.model, rope_scaling=None, rope_base=10000.0)
     typed.chat.drafter = EagleDrafter(head, TreeShape(3, 3, 8), 512)
     assert "eagle, 4 nodes" in typed("/spec 4")
@@ -248,3 +251,39 @@ def test_whole_numbers_of_a_file_may_become_others(typed, tmp_path):
     assert "temperature = 0.5" in typed("/set temperature=0.5; seed=4;") + typed("/show")
     assert "'0.5' is not a number (int)" in typed("/set seed=0.5")
     typed("/set temperature=0; seed=0")
+
+
+# The history of lines
+
+
+def test_lines_are_kept_for_the_next_chat(monkeypatch):
+    readline = pytest.importorskip("readline")
+    path = repl.state_dir() / "history"
+    limits, files = [], []
+    monkeypatch.setattr(readline, "set_history_length", limits.append)
+    monkeypatch.setattr(readline, "read_history_file", files.append)
+    repl._open_history()()
+    assert limits == [repl.HISTORY_LENGTH] and files == [] and path.exists()
+    repl._open_history()
+    assert files == [path]
+
+
+def test_a_history_that_cannot_be_written_is_said(monkeypatch, capsys):
+    readline = pytest.importorskip("readline")
+
+    def refuse(path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(readline, "write_history_file", refuse)
+    repl._open_history()()
+    assert capsys.readouterr().err.startswith("history not saved: [Errno 28] No space left")
+    repl.state_dir().rmdir()
+    repl.state_dir().write_text("a file in the place of the folder")
+    repl._open_history()()
+    assert capsys.readouterr().err.startswith("history not kept: [Errno 17] File exists")
+
+
+def test_without_readline_no_history_is_kept(monkeypatch):
+    monkeypatch.setitem(sys.modules, "readline", None)
+    repl._open_history()()
+    assert not (repl.state_dir() / "history").exists()

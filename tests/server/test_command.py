@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from types import SimpleNamespace
+
 import pytest
 from click.testing import CliRunner
 
@@ -50,6 +53,17 @@ def test_how_many_at_once(serve_dir, started, given, n):
     else:
         assert done.exit_code == 2 and done.stderr.count("\n") == 1
         assert f"parallel {given[0]} is out of range: use >= 1 and <= 8" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("host", "shown"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]"), ("box.lan", "box.lan")]
+)
+def test_the_address_can_be_opened_in_a_browser(serve_dir, started, monkeypatch, host, shown):
+    listener = SimpleNamespace(getsockname=lambda: (host, 8123, 0, 0))
+    monkeypatch.setattr(serve, "listen", lambda options: contextlib.nullcontext(listener))
+    done = started[0](serve_dir)
+    assert done.exit_code == 0, done.output
+    assert f" on http://{shown}:8123 (the page), /v1 (the API)\n" in done.stderr
 
 
 @pytest.mark.parametrize("is_default", [True, False])
