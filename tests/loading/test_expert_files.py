@@ -20,6 +20,7 @@ from fasteagle.loading.source import Linears
 from fasteagle.loading.stored import StoredFolder
 from fasteagle.loading.tensors import DummyCheckpoint, SafetensorsFolder, fingerprint
 from fasteagle.model import MoE
+from fasteagle.quant.scheme import Scheme
 from gguf_files import write_gguf
 from helpers import logits_of, make_hf_model, tiny_config
 from quantized_folders import CASES, CONFIG, Oracle, make, plain_tensors
@@ -265,3 +266,13 @@ def test_what_routes_rows_stays_in_fp32(tmp_path, family):
         if tensor is not None:
             assert tensor.dtype == torch.float32
             assert torch.equal(tensor, checkpoint.load(name).float())
+
+
+def test_packed_weights_of_granite_are_multiplied_with_their_offsets():
+    inner = DummyCheckpoint(tiny_config(), Scheme(4, 8, "hqq"))
+    multiplied = MultipliedCheckpoint(inner, Multipliers(3.0, 0.15, 0.5, 2.5))
+    name = "model.layers.1.self_attn.o_proj.weight"
+    weight = inner.packed(name)
+    assert weight.offsets is not None
+    expected = weight.dequantize() * 0.5
+    torch.testing.assert_close(multiplied.packed(name).dequantize(), expected)

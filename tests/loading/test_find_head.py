@@ -15,7 +15,7 @@ from fasteagle.errors import FasteagleError
 from fasteagle.loading import registry
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.entries import EAGLE3
-from fasteagle.loading.heads.find import find_head
+from fasteagle.loading.heads.find import find_head, may_find_head
 from fasteagle.loading.heads.read import with_vocabulary
 from fasteagle.loading.heads.write import save_head
 from fasteagle.loading.tensors import fingerprint
@@ -135,3 +135,9 @@ def test_vocabulary_can_be_changed_without_touching_the_weights(head):
     assert torch.equal(changed.fc.weight, head.fc.weight)
     back = with_vocabulary(changed, torch.arange(260))
     assert back.config.draft_vocab_size == 260 and not back.d2t.any()
+
+
+def test_any_calibrated_head_may_be_that_of_the_quantized_weights(checkpoint):
+    assert not may_find_head("some-model", checkpoint)
+    empty_head(cache_dir() / "heads" / ("ab" * 32))
+    assert may_find_head("some-model", checkpoint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -107,8 +108,8 @@ def test_a_gguf_file_beside_other_files_has_its_own_tokenizer(tmp_path, tiny_dir
 
 @pytest.mark.parametrize(
     "damage",
-    [lambda f: f.unlink(), lambda f: f.write_text("{"), lambda f: f.write_text("{}")],
-    ids=["gone", "half", "empty"],
+    [lambda f: f.unlink(), *(lambda f, t=t: f.write_text(t) for t in ("{", "{}", "[]"))],
+    ids=["gone", "half", "empty", "list"],
 )
 @pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja", "sizes.json"])
 def test_a_damaged_kept_tokenizer_is_made_again(tmp_path, name, damage):
@@ -124,3 +125,13 @@ def test_unknown_gguf_splitting_rule_is_refused(tmp_path):
     write_gguf_tokenizer(path, "deepseek-v3")
     with pytest.raises(FasteagleError, match="pre-tokenizer 'deepseek-v3' is not supported"):
         load_tokenizer(path)
+
+
+def test_a_file_that_has_changed_is_converted_again(tmp_path):
+    """Also where it has the same size."""
+    path = tmp_path / "m.gguf"
+    write_gguf_tokenizer(path, "smollm")
+    folder = converted_gguf(path)
+    assert converted_gguf(path) == folder
+    os.utime(path, ns=(0, 1))
+    assert converted_gguf(path) != folder
