@@ -14,7 +14,7 @@ from fasteagle.loading.heads.write import save_head
 from fasteagle.loading.make_drafter import Drafting
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.options import DraftOptions
-from head_folders import DIALECTS, head_for, write_folder
+from head_folders import DIALECTS, DRAFT_IDS, head_for, write_folder
 from helpers import edit_json, random_head, random_target, tiny_config
 
 TARGET = tiny_config(n_layer=8, rope_base=5e5)
@@ -90,7 +90,8 @@ def test_every_dialect_without_a_model(tmp_path, dialect):
     ids=str,
 )
 def test_facts_of_rope_and_window(tmp_path, changes, expected):
-    save_head(tmp_path, random_head(random_target(TARGET), **changes), {}, torch.float16)
+    head = random_head(random_target(TARGET), DRAFT_IDS, **changes)
+    save_head(tmp_path, head, {}, torch.float16)
     _, facts, _ = run(tmp_path)
     assert facts["RoPE"] == f"base 500,000, {expected}"
     window = "2,048 keys" if "sliding_window" in changes else None
