@@ -31,6 +31,7 @@ struct Product {
   using Factor = float;               // type of queries and weights
   static constexpr int64_t STEP = 1;  // elements of a lane
   static VF add(VF sum, VF a, VF b) { return fma(a, b, sum); }
+  static VF ones() { return splat(1.0f); }
 };
 #if FASTEAGLE_ISA == 5
 // In bf16, by pairs, the odd one first: twice as fast. Sums are fp32.
@@ -41,6 +42,7 @@ struct Product<Bf16> {
   static VF add(VF sum, VF a, VF b) {
     return (VF)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
   }
+  static VF ones() { return (VF)splat(0x3f803f80); }
 };
 #endif
 
@@ -257,9 +259,10 @@ struct Attention {
     if (most == -std::numeric_limits<float>::infinity()) {
       std::fill(s, s + KEYS, 0.0f);  // no key of this row is in this block
     } else {
-      for (int j = 0; j < KEYS; j += W) {
-        store(weights + j, exp_of(load(s + j) - most));
-        total += load(weights + j);
+      for (int j = 0; j < KEYS; j += STEP * W) {
+        for_each<STEP>(
+            [&](int c) { store(weights + j + c * W, exp_of(load(s + j + c * W) - most)); });
+        total = Product<C>::add(total, load((const float*)(weights + j)), Product<C>::ones());
       }
     }
     std::fill(out, out + heads.E, 0.0f);
@@ -334,28 +337,39 @@ struct Attention {
   // Computes the result [E] of one query, adding up its blocks in order.
   void combine(int64_t g, int64_t i, float* out) const {
     const int64_t E = heads.E, length = seen->length(row + i / heads.group());
-    const int64_t n = (length + KEYS - 1) / KEYS;
+    const int64_t n = (length + KEYS - 1) / KEYS, next = queries() * (E + 2);
+    float *first = part(g, 0, i), *found = first;
     float most = -std::numeric_limits<float>::infinity();
-    for (int64_t b = 0; b < n; b++) {
-      const float m = part(g, b, i)[E + 1];
-      most = m > most ? m : most;
-    }
+    for (int64_t b = 0; b < n; b++, found += next) most = std::max(most, found[E + 1]);
     float total = 0;
-    std::fill(out, out + E, 0.0f);
-    for (int64_t first = 0; first < n; first += W) {
-      const int64_t end = std::min<int64_t>(n, first + W);
+    found = first;
+    for (int64_t from = 0; from < n; from += W) {
+      const int64_t some = std::min<int64_t>(W, n - from);
       VF factors = splat(most);
-      for (int64_t b = first; b < end; b++) factors[b - first] = part(g, b, i)[E + 1];
+      for (int64_t b = 0; b < some; b++) factors[b] = found[b * next + E + 1];
       factors = exp_of(factors - most);
-      for (int64_t b = first; b < end; b++) {
-        const float *found = part(g, b, i), factor = factors[b - first];
-        total += found[E] * factor;
-        for (int64_t e = 0; e < E; e += W)
-          store(out + e, fma(splat(factor), load(found + e), load(out + e)));
+      for (int64_t b = 0; b < some; b++, found += next) {
+        total += found[E] * factors[b];
+        found[E + 1] = factors[b];
       }
     }
     const float inverse = 1.0f / total;
-    for (int64_t e = 0; e < E; e += W) store(out + e, load(out + e) * inverse);
+    int64_t e = 0;
+    for (; e + WIDE * W <= E; e += WIDE * W)
+      combine_columns<WIDE>(first + e, next, n, E + 1 - e, inverse, out + e);
+    for (; e < E; e += W) combine_columns<1>(first + e, next, n, E + 1 - e, inverse, out + e);
+  }
+
+  // Adds N * W columns of n blocks, `next` apart, whose factors lie `at` places on.
+  template <int N>
+  void combine_columns(const float* found, int64_t next, int64_t n, int64_t at, float inverse,
+                       float* out) const {
+    VF sums[N] = {};
+    for (int64_t b = 0; b < n; b++, found += next) {
+      const VF factor = splat(found[at]);
+      for_each<N>([&](int c) { sums[c] = fma(factor, load(found + c * W), sums[c]); });
+    }
+    for_each<N>([&](int c) { store(out + c * W, sums[c] * inverse); });
   }
 };
 
