@@ -88,13 +88,13 @@ def test_answer_in_fp32(model, tokenizer):
 
 def test_the_readmes_question_from_the_command_line():
     done = subprocess.run(
-        [sys.executable, "-m", "fasteagle", "chat", "-p", FRANCE[0]["content"]],
+        [sys.executable, "-m", "fasteagle", "chat", "-p", "What is the capital of Japan?"],
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    assert "Paris" in done.stdout
+    assert "Tokyo" in done.stdout
     assert "draft head shipped with fasteagle" in done.stderr and "accepted" in done.stderr
 
 
