@@ -62,8 +62,9 @@ def test_attention_is_that_of_plain_torch(ops, E, dtype):
     qkv, qkv_rows = packed((H + 2 * G) * E, D, 0.5, generator)
     out, out_rows = packed(D, H * E, 1.0, generator)
     block = block_of(qkv, out)
-    # Products of bf16 round queries and weights to 8 bits of mantissa.
-    limit = 0.015 if dtype == torch.bfloat16 and ops.isa() == 5 else 1e-3
+    limit = 1e-3
+    if dtype == torch.bfloat16:  # a key or value may round to the next one of 8 bits of mantissa
+        limit = 0.015 if ops.isa() == 5 else 0.005  # there queries and weights are rounded too
     for length, T in itertools.product((0, 1, 2, 63, 64, 130), (1, 6)):
         caches = [torch.randn(G, SLOTS, E, generator=generator).to(dtype) for _ in range(2)]
         x = torch.randn(T, D, generator=generator)
