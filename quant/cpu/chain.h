@@ -187,21 +187,6 @@ inline float at_depth(const std::vector<float>& bounds, int64_t depth) {
   return bounds[std::min<int64_t>(depth, bounds.size() - 1)];
 }
 
-// Returns the keys that the tokens of `rows` slots from `first` on see: those up to their own slot,
-// with a window only the last ones.
-inline Visible visible_text(int64_t first, int64_t rows, int64_t window) {
-  const bool cut = window > 0 && first + rows > window;
-  Visible seen;
-  seen.shared = cut ? 0 : (first + 1) / 2 * 2;
-  seen.begin.push_back(0);
-  for (int64_t slot = first; slot < first + rows; slot++) {
-    const int64_t begin = cut ? std::max<int64_t>(0, slot - window + 1) : seen.shared;
-    for (int64_t key = begin; key <= slot; key++) seen.own.push_back(key);
-    seen.begin.push_back(seen.own.size());
-  }
-  return seen;
-}
-
 // Rows of one text in a step: pairs `first` .. `first + seen.length - 1`, or the token of a level.
 struct Share {
   int text;
@@ -223,7 +208,7 @@ std::vector<std::vector<Share>> steps_of(std::span<const Text<C>> texts, int64_t
       }
       rows = std::min(text.n - first, MAX_ROWS - used);
       const int64_t slot = text.seq_len - text.n + first;
-      steps.back().push_back({int(i), first, rows, visible_text(slot, rows, window)});
+      steps.back().push_back({int(i), first, rows, Visible::of_text(slot, rows, window)});
     }
   }
   return steps;
@@ -243,7 +228,7 @@ void draft_chains(const Chains<C>& of_all, int64_t depth, const std::vector<floa
   std::vector<std::vector<Visible>> seen(texts.size());  // by text and level
   for (size_t i = 0; i < texts.size(); i++)
     for (int64_t level = 1; level < depth; level++)
-      seen[i].push_back(visible_text(texts[i].seq_len + level - 1, 1, window));
+      seen[i].push_back(Visible::of_text(texts[i].seq_len + level - 1, 1, window));
   in_parallel([&](const Worker& me) {
     Chains<C> chains = of_all;
     Entries rows;
