@@ -124,15 +124,6 @@ def library(tmp_path_factory):
     return ctypes.CDLL(folder / "threads.so")
 
 
-@pytest.fixture
-def two_threads():
-    """Two threads in what calls the library."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def spared(library):
     """Threads spared after each of some calls (threads, ms at barriers, ms in all)."""
@@ -147,42 +138,31 @@ def spared(library):
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_a_failure_in_one_thread_reaches_the_caller(library, n):
     """An exception that left a parallel region would end the process, and others would wait."""
-    threads = torch.get_num_threads()
     torch.set_num_threads(n)
-    try:
-        for thrower in range(n):
-            assert library.sum_of_ids(thrower) == -1
-        assert library.sum_of_ids(n) in {sum(range(size)) for size in range(1, n + 1)}
-    finally:
-        torch.set_num_threads(threads)
+    for thrower in range(n):
+        assert library.sum_of_ids(thrower) == -1
+    assert library.sum_of_ids(n) in {sum(range(size)) for size in range(1, n + 1)}
 
 
 @pytest.mark.parametrize(
     ("n", "n_threads"), [(0, 2), (1, 3), (2, 1), (2, 3), (7, 2), (48, 3), (1000, 2)]
 )
 def test_every_part_of_the_work_is_taken_once(library, n, n_threads):
-    library.count.restype = ctypes.c_int64
-    counts = (ctypes.c_int32 * max(1, n))()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(n_threads)
-    try:
-        library.count(ctypes.c_int64(n), 50, -1, counts)
-    finally:
-        torch.set_num_threads(threads)
-    assert list(counts)[:n] == [50] * n
+    check_parts(library, n, n_threads, rounds=50)
 
 
 @pytest.mark.parametrize("n_threads", [64, 65, 80])
 def test_every_part_is_taken_once_by_more_threads_than_share_work(library, n_threads):
     """From 65 threads on each takes what is its own."""
-    counts = (ctypes.c_int32 * 200)()
-    threads = torch.get_num_threads()
+    check_parts(library, 200, n_threads, rounds=3)
+
+
+def check_parts(library, n: int, n_threads: int, rounds: int) -> None:
+    library.count.restype = ctypes.c_int64
+    counts = (ctypes.c_int32 * max(1, n))()
     torch.set_num_threads(n_threads)
-    try:
-        library.count(ctypes.c_int64(200), 3, -1, counts)
-    finally:
-        torch.set_num_threads(threads)
-    assert list(counts) == [3] * 200
+    library.count(ctypes.c_int64(n), rounds, -1, counts)
+    assert list(counts)[:n] == [rounds] * n
 
 
 def test_a_slow_threads_work_is_taken_by_others(library):
@@ -247,13 +227,13 @@ def test_the_time_until_a_thread_is_tried_again_has_a_limit_and_an_end(spared):
     assert threads[-14:] == [0] + [1] * 12 + [0]
 
 
-def test_a_call_leaves_spared_threads_out_until_they_are_tried_again(library, two_threads):
+def test_a_call_leaves_spared_threads_out_until_they_are_tried_again(library):
     library.threads_after_waits.argtypes = [ctypes.c_double]
     assert library.threads_after_waits(0) == 1
     assert library.threads_after_waits(2) == 2
 
 
-def test_calls_in_which_a_thread_is_late_spare_one(library, two_threads):
+def test_calls_in_which_a_thread_is_late_spare_one(library):
     """Two suffice, unless the threads start at different times."""
     assert library.calls_until_spared(10) < 10
 
