@@ -32,6 +32,7 @@ struct Product {
   static constexpr int64_t STEP = 1;  // elements of a lane
   static VF add(VF sum, VF a, VF b) { return fma(a, b, sum); }
   static VF ones() { return splat(1.0f); }
+  static VF exp(VF x) { return exp_of(x); }
 };
 #if FASTEAGLE_ISA == 5
 // In bf16, by pairs, the odd one first: twice as fast. Sums are fp32.
@@ -43,6 +44,7 @@ struct Product<Bf16> {
     return (VF)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
   }
   static VF ones() { return (VF)splat(0x3f803f80); }
+  static VF exp(VF x) { return coarse_exp_of(x); }
 };
 #endif
 
@@ -260,8 +262,9 @@ struct Attention {
       std::fill(s, s + KEYS, 0.0f);  // no key of this row is in this block
     } else {
       for (int j = 0; j < KEYS; j += STEP * W) {
-        for_each<STEP>(
-            [&](int c) { store(weights + j + c * W, exp_of(load(s + j + c * W) - most)); });
+        for_each<STEP>([&](int c) {
+          store(weights + j + c * W, Product<C>::exp(load(s + j + c * W) - most));
+        });
         total = Product<C>::add(total, load((const float*)(weights + j)), Product<C>::ones());
       }
     }
@@ -287,13 +290,13 @@ struct Attention {
       });
   }
 
-  // Adds N * W columns, from column `e`, of n values to R rows. Pairs of bf16 columns are separated
-  // where there are two vectors of them: sums of even and odd columns are exchanged at the
-  // beginning and the end.
+  // Adds N * W columns, from column `e`, of n values to R rows. Where bf16 columns become fp32,
+  // those at even and odd places are separate: their sums are exchanged at the beginning and the
+  // end.
   template <int R, int N, class F>
   [[gnu::noinline]] void add_columns(const Factor* p, F value, int64_t e, int64_t n, float* out,
                                      int64_t width) const {
-    constexpr bool TWO = BF16 && N % 2 == 0;
+    constexpr bool TWO = BF16 && !PAIRED && N % 2 == 0;
     VF acc[R][N];
     for_each<R>([&](int r) {
       for_each<N>([&](int c) { acc[r][c] = load(out + r * width + c * W); });
@@ -302,35 +305,43 @@ struct Attention {
     });
     for (int64_t j = 0; j < n; j += STEP) {
       prefetch(j * heads.E, STEP * heads.E);
-      VF weight[R];
+      VF weight[R], values[N];
       for_each<R>([&](int r) { weight[r] = spread_factor(p + r * ROW + j); });
-      const auto add_column = [&](int c, VF values) {
-        for_each<R>([&](int r) { acc[r][c] = Product<C>::add(acc[r][c], weight[r], values); });
-      };
-      const C *first = value(j) + e, *second = NONE;
-      if (PAIRED && j + 1 < n) second = value(j + 1) + e;
-      if constexpr (TWO) {
+      const C* first = value(j) + e;
+      if constexpr (PAIRED) {
+        const C* second = j + 1 < n ? value(j + 1) + e : NONE;
+        load_pairs<N>(first, second, values);
+      } else if constexpr (TWO) {
         for_each<N / 2>([&](int c) {
           const VF pairs = load((const float*)(first + 2 * c * W));
-          if constexpr (PAIRED) {
-            const VF next = load((const float*)(second + 2 * c * W));
-            add_column(2 * c, even_of_both(pairs, next));
-            add_column(2 * c + 1, odd_of_both(pairs, next));
-          } else {
-            add_column(2 * c, even_of_pairs(pairs));
-            add_column(2 * c + 1, odd_of_pairs(pairs));
-          }
+          values[2 * c] = even_of_pairs(pairs);
+          values[2 * c + 1] = odd_of_pairs(pairs);
         });
       } else {
-        for_each<N>([&](int c) {
-          const VF values = load(first + c * W);
-          add_column(c, PAIRED ? odd_of_both(values, load(second + c * W)) : values);
-        });
+        for_each<N>([&](int c) { values[c] = load(first + c * W); });
       }
+      for_each<N>([&](int c) {
+        for_each<R>([&](int r) { acc[r][c] = Product<C>::add(acc[r][c], weight[r], values[c]); });
+      });
     }
     for_each<R>([&](int r) {
       if constexpr (TWO) for_each<N / 2>([&](int c) { join(acc[r][2 * c], acc[r][2 * c + 1]); });
       for_each<N>([&](int c) { store(out + r * width + c * W, acc[r][c]); });
+    });
+  }
+
+  // Loads pairs of N * W columns of two values.
+  template <int N>
+  static void load_pairs(const C* first, const C* second, VF* pairs) {
+    const auto load_bits = [](const C* p) {
+      VF bits = {};
+      std::memcpy(&bits, p, std::min(N, 2) * W * sizeof(C));
+      return bits;
+    };
+    for_each<(N + 1) / 2>([&](int c) {
+      const VF a = load_bits(first + 2 * c * W), b = load_bits(second + 2 * c * W);
+      pairs[2 * c] = pairs_of<0>(a, b);
+      if constexpr (N % 2 == 0) pairs[2 * c + 1] = pairs_of<W>(a, b);
     });
   }
 

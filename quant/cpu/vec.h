@@ -205,6 +205,17 @@ inline VF exp_of(VF x) {
   return tiny ? VF{} : value;
 }
 
+// Computes e^x of x <= 0 with a relative error below 1.1e-4: enough for weights in bf16. 1 at 0,
+// about 1e-38 below -87; NaN stays NaN. About half the operations of `exp_of`.
+inline VF coarse_exp_of(VF x) {
+  const VF magic = splat(12582912.0f);  // 1.5 * 2^23: a sum with it ends in the rounded integer
+  const VF y = larger(splat(-126.0f), x * 1.44269504f), n = y + magic, r = y - (n - magic);
+  VF p = fma(splat(5.500859e-2f), r, splat(2.4221038e-1f));
+  p = fma(p, r, splat(6.932829e-1f));
+  p = fma(p, r, splat(1.0f));
+  return (VF)((VU)p + ((VU)n << 23));
+}
+
 // Natural logarithm of positive normal numbers, with an absolute or relative error below 2e-7.
 inline VF log_of(VF x) {
   const VU bits = (VU)x;
