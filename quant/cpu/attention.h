@@ -249,7 +249,7 @@ struct Attention {
   }
 
   // Turns scores into weights in place, see `weights_of`; `out` gets zeros, the sum of weights and
-  // the top score.
+  // the top score. For a row without a key in this block they are NaN, which nothing reads.
   void softmax(float* s, float* out) const {
     VF best = load(s);
     for (int j = W; j < KEYS; j += W) {
@@ -258,15 +258,10 @@ struct Attention {
     const float most = largest(best);
     Factor* weights = weights_of(s, 0);
     VF total = {};
-    if (most == -std::numeric_limits<float>::infinity()) {
-      std::fill(s, s + KEYS, 0.0f);  // no key of this row is in this block
-    } else {
-      for (int j = 0; j < KEYS; j += STEP * W) {
-        for_each<STEP>([&](int c) {
-          store(weights + j + c * W, Product<C>::exp(load(s + j + c * W) - most));
-        });
-        total = Product<C>::add(total, load((const float*)(weights + j)), Product<C>::ones());
-      }
+    for (int j = 0; j < KEYS; j += STEP * W) {
+      for_each<STEP>(
+          [&](int c) { store(weights + j + c * W, Product<C>::exp(load(s + j + c * W) - most)); });
+      total = Product<C>::add(total, load((const float*)(weights + j)), Product<C>::ones());
     }
     std::fill(out, out + heads.E, 0.0f);
     out[heads.E] = sum(total);

@@ -14,7 +14,7 @@ from fasteagle.quant.cpu_tensors import BlockTensors
 from fasteagle.quant.packed import int8
 from helpers import rounded_activations
 
-D, G, GROUP, SLOTS = 64, 2, 3, 192  # model dim, KV heads, queries of each, slots of the caches
+D, G, GROUP, SLOTS = 64, 2, 3, 1216  # model dim, KV heads, queries of each, slots of the caches
 H, EPS = G * GROUP, 1e-5
 NOTHING = torch.empty(0)
 
@@ -55,7 +55,7 @@ def run(ops, x: Tensor, slots: Tensor, seen: tuple, caches: list[Tensor], block)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("E", [16, 32, 48, 80])
+@pytest.mark.parametrize("E", [16, 32, 48, 80, 128])
 def test_attention_is_that_of_plain_torch(ops, E, dtype):
     """A block whose MLP adds nothing, over caches of some lengths: one row, and a tree of six."""
     generator = torch.Generator().manual_seed(E)
@@ -65,7 +65,7 @@ def test_attention_is_that_of_plain_torch(ops, E, dtype):
     limit = 1e-3
     if dtype == torch.bfloat16:  # a key or value may round to the next one of 8 bits of mantissa
         limit = 0.015 if ops.isa() == 5 else 0.005  # there queries and weights are rounded too
-    for length, T in itertools.product((0, 1, 2, 63, 64, 130), (1, 6)):
+    for length, T in itertools.product((0, 1, 2, 63, 64, 130, 1100), (1, 6)):
         caches = [torch.randn(G, SLOTS, E, generator=generator).to(dtype) for _ in range(2)]
         x = torch.randn(T, D, generator=generator)
         slots, seen = torch.arange(length, length + T), length + T
@@ -93,7 +93,7 @@ def test_attention_is_that_of_plain_torch(ops, E, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("E", [16, 32])
+@pytest.mark.parametrize("E", [16, 32, 128])
 def test_a_row_has_the_same_bits_alone_by_mask_and_by_tree(ops, E, dtype):
     """With weights of very different sizes, whose sums depend on their order."""
     generator = torch.Generator().manual_seed(E)
@@ -104,7 +104,7 @@ def test_a_row_has_the_same_bits_alone_by_mask_and_by_tree(ops, E, dtype):
     T, block = 5, block_of(qkv, out)
     depths = torch.arange(T)
     paths = depths.int().expand(T, -1).contiguous()
-    for length in range(1, 140, 3):
+    for length in (*range(1, 140, 6), 1100):
         caches = [torch.randn(G, SLOTS, E, generator=generator).to(dtype) for _ in range(2)]
         x = torch.randn(T, D, generator=generator)
         slots = length + depths
