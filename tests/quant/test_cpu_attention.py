@@ -47,11 +47,13 @@ def block_of(qkv: Tensor, out: Tensor) -> BlockTensors:
     )
 
 
-def run(ops, x: Tensor, slots: Tensor, seen: tuple, caches: list[Tensor], block) -> Tensor:
+def run(
+    ops, x: Tensor, slots: Tensor, seen: tuple, caches: list[Tensor], block, window=0, entry=None
+) -> Tensor:
     """Rows x [T, D] after the block, without rotation; `seen` is a mask, or a tree."""
     E = caches[0].shape[2]
     turns = torch.ones(len(x), E), torch.zeros(len(x), E)
-    return ops.blocks(x, *turns, slots, *seen, 0, caches, list(block), H, EPS, None)
+    return ops.blocks(x, *turns, slots, *seen, window, caches, list(block), H, EPS, entry)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -116,3 +118,37 @@ def test_a_row_has_the_same_bits_alone_by_mask_and_by_tree(ops, E, dtype):
             one = slice(t, t + 1)
             y = run(ops, x[one], slots[one], (mask[one], None, None, None), caches, block)
             assert torch.equal(y, together[one]), (length, t)
+
+
+@pytest.mark.parametrize("window", [1, 3, 8])
+def test_a_tree_sees_the_keys_of_its_window(ops, window):
+    """As by a mask: windows that end in the text before the tree, at its root, and in the tree."""
+    generator = torch.Generator().manual_seed(window)
+    E, T = 16, 5
+    qkv, out = (packed(N, K, 0.5, generator)[0] for N, K in (((H + 2 * G) * E, D), (D, H * E)))
+    block, depths = block_of(qkv, out), torch.arange(T)
+    paths = depths.int().expand(T, -1).contiguous()
+    for length in range(12):
+        caches = [torch.randn(G, SLOTS, E, generator=generator) for _ in range(2)]
+        x = torch.randn(T, D, generator=generator)
+        slots, keys = length + depths, torch.arange(SLOTS)
+        mask = (keys <= slots[:, None]) & (keys > slots[:, None] - window)
+        by_mask = run(ops, x, slots, (mask, None, None, None), caches, block)
+        tree = None, torch.tensor(length), paths, depths
+        assert torch.equal(run(ops, x, slots, tree, caches, block, window), by_mask), length
+
+
+def test_each_row_of_a_long_pass_reads_its_own_entry(ops):
+    """The block of an EAGLE-3 head reads other rows than those it adds to."""
+    generator = torch.Generator().manual_seed(0)
+    E, T = 16, 40
+    qkv, out = (packed(N, K, 0.5, generator)[0] for N, K in (((H + 2 * G) * E, 2 * D), (D, H * E)))
+    caches = [torch.zeros(G, SLOTS, E) for _ in range(2)]
+    x, entry = (torch.randn(T, n, generator=generator) for n in (D, 2 * D))
+    slots, block = torch.arange(T), block_of(qkv, out)
+    mask = torch.arange(SLOTS) <= slots[:, None]
+    together = run(ops, x, slots, (mask, None, None, None), caches, block, entry=entry)
+    for t in range(T):
+        one, own = slice(t, t + 1), (mask[t : t + 1], None, None, None)
+        y = run(ops, x[one], slots[one], own, caches, block, entry=entry[one])
+        assert torch.equal(y, together[one]), t
