@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Generator, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from typing import Generic, TypeVar
 
 import torch
@@ -158,23 +158,22 @@ class Batch(Generic[Key, Item]):
             largest.restart()
             largest.reserve(1)
 
-    def step(self, paused: Collection[Key] = ()) -> list[tuple[Key, Item | Exception | None]]:
-        """Run one pass for all answers but the `paused` ones, and at most one part of a prompt.
+    def step(self) -> list[tuple[Key, Item | Exception | None]]:
+        """Run one pass for all answers, and at most one part of a prompt.
 
         Returns what the answers yield until all wait again: None at an end, and where an answer
         ended by an error, the error. An interruption ends all answers: what they have yielded in
         this pass is lost.
         """
         try:
-            return self._step(paused)
+            return self._step()
         except BaseException:
             self.close()
             raise
 
-    def _step(self, paused: Collection[Key]) -> list[tuple[Key, Item | Exception | None]]:
-        going = {key: run for key, run in self._running.items() if key not in paused}
-        decoding = {key: run for key, run in going.items() if run.begun}
-        prompts = [key for key in going if key not in decoding]
+    def _step(self) -> list[tuple[Key, Item | Exception | None]]:
+        decoding = {key: run for key, run in self._running.items() if run.begun}
+        prompts = [key for key in self._running if key not in decoding]
         if prompts and not any(run.awaited for run in decoding.values()):
             return self._advance(prompts[0])
         begin = time.perf_counter()

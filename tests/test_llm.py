@@ -173,10 +173,8 @@ def test_streams_in_any_order(llm):
     tokens = [[] for _ in questions]
     choose = random.Random(1)
     left = list(range(len(streams)))
-    next(streams[2])  # only 64 passes go on without its reader
-    tokens[3] = [token for chunk in streams.pop(3) for token in chunk.tokens]
-    streams[2].close()
-    streams[2] = llm.chat(questions[2], stream=True, max_new_tokens=90)
+    tokens[2] += next(streams[2]).tokens
+    tokens[3] = [token for chunk in streams[3] for token in chunk.tokens]
     left.remove(3)
     while left:
         i = choose.choice(left)
@@ -187,6 +185,15 @@ def test_streams_in_any_order(llm):
             tokens[i] += chunk.tokens
     assert tokens == alone
     assert not llm.answers.running
+
+
+def test_an_answer_does_not_wait_for_the_reader_of_its_stream(llm):
+    expected = llm.chat("hello", max_new_tokens=90, speculate=False).tokens
+    stream = llm.chat("hello", stream=True, max_new_tokens=90, speculate=False)
+    first = next(stream)
+    llm.chat("a b", max_new_tokens=99, speculate=False, logit_bias={100: 1000.0})
+    assert not llm.answers.running
+    assert [*first.tokens, *(t for chunk in stream for t in chunk.tokens)] == expected
 
 
 def test_an_answer_beside_an_open_stream(llm):
@@ -218,10 +225,10 @@ def test_another_stream_is_read_while_a_long_prompt_is_computed(llm, monkeypatch
     long = llm.generate(list(range(8, 50)) * 4, stream=True, max_new_tokens=1)
     next(other)
 
-    def slow(own, paused=()):
+    def slow(own):
         stepping.set()
         time.sleep(0.02)
-        return step(own, paused)
+        return step(own)
 
     def answer_long():
         next(long)

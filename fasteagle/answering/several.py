@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 
 from fasteagle.answering.answer import Answer, AnswerRequest, Chunk, answer
@@ -20,7 +20,6 @@ from fasteagle.generate import Engine
 from fasteagle.options import SamplingParams
 
 Event = Chunk | Exception | None  # None: the answer is whole; an error ended it
-MOST_UNREAD = 64  # chunks of a stream that wait to be read, from which its answer pauses
 
 
 class SlotsTakenError(FasteagleError):
@@ -105,10 +104,10 @@ class Answers:
         finally:
             self._let_go()
 
-    def step(self, paused: Collection[Hashable] = ()) -> list[tuple[Hashable, Event]]:
-        """Run one pass for all answers but the `paused` ones; return what is new, in order."""
+    def step(self) -> list[tuple[Hashable, Event]]:
+        """Run one pass for all answers; return what is new, in order."""
         try:
-            return self._batch.step(paused)
+            return self._batch.step()
         finally:
             self._let_go()
 
@@ -222,11 +221,10 @@ class Answers:
             yield event
 
     def _step_streams(self, reader: Hashable) -> None:
-        """Run one pass for the streams whose readers are not far behind."""
+        """Run one pass for all streams, for `reader` too."""
         if reader not in self.running:
             raise FasteagleError("the answer was interrupted: ask again")
-        paused = {key for key, unread in self._unread.items() if len(unread) >= MOST_UNREAD}
-        for key, event in self.step(paused):
+        for key, event in self.step():
             self._unread[key].append(event)
 
     @contextlib.contextmanager

@@ -27,7 +27,7 @@ from fasteagle.options import Defaults, ServeOptions
 from fasteagle.server.bodies import FEWEST_VALUES, SHORT_BYTES, body_route
 from fasteagle.server.failures import MISTAKE, add_errors
 from fasteagle.server.guard import Guard, error_body, plain_origins
-from fasteagle.server.job import CancelledError, Group, Job, StalledError, TimedOutError, groups
+from fasteagle.server.job import CancelledError, Group, Job, TimedOutError, groups
 from fasteagle.server.log import AccessLog, complain
 from fasteagle.server.metrics import Metrics
 from fasteagle.server.prepare import Plan, Planner
@@ -216,7 +216,7 @@ class Server:
             if usage:
                 yield sse(usage_event(replies))
             yield "data: [DONE]\n\n"
-        except (TimedOutError, StalledError, CancelledError, FasteagleError) as error:
+        except (TimedOutError, CancelledError, FasteagleError) as error:
             if isinstance(error, EngineError):
                 complain(request.scope, f"in a stream: {error}")
             yield sse(error_body(str(error) or "the answer was broken off", "server_error"))

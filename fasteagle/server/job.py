@@ -13,9 +13,6 @@ from fasteagle.decoding.stats import Stats
 # Chunks of one answer reach the event loop together, after so long at most. A pass of a small model
 # takes less, and waking the loop for each would take the cores from the next passes.
 GROUP_SECONDS = 0.025
-# Passes whose text waits to be written, beyond what the buffers of the connection hold. The answer
-# stands still there until the client reads on.
-MOST_UNWRITTEN = 64
 
 
 class TimedOutError(Exception):
@@ -27,13 +24,6 @@ class TimedOutError(Exception):
 
 class CancelledError(Exception):
     """Error of a request whose client has left."""
-
-
-class StalledError(Exception):
-    """Error of a request whose client does not read its answer while others wait."""
-
-    def __init__(self) -> None:
-        super().__init__("the answer was not read while others waited for the model")
 
 
 class Job:
@@ -59,8 +49,6 @@ class Job:
         self.group_seconds = GROUP_SECONDS  # longer where nobody reads before the end
         self._group: list[Chunk] = []  # the thread's, not told yet
         self._told = float("-inf")
-        self._n_told = self._n_taken = 0  # passes; each is counted by one thread only
-        self.stalled = 0.0  # seconds in which the answer stood still for the client
         self.inbox: asyncio.Queue[tuple[Job, list[Chunk] | Exception | None]]
         self.inbox = asyncio.Queue() if beside is None else beside.inbox
         self._timer: asyncio.TimerHandle | None = None
@@ -102,23 +90,13 @@ class Job:
 
     def _tell_group(self) -> None:
         group, self._group = self._group, []
-        self._n_told += len(group)
         self._put(group)
-
-    @property
-    def is_unread(self) -> bool:
-        """Return whether the client is too far behind for another pass."""
-        return self._n_told - self._n_taken > MOST_UNWRITTEN and not self.cancelled.is_set()
 
     def _put(self, event: list[Chunk] | Exception | None) -> None:
         try:
             self._loop.call_soon_threadsafe(self.inbox.put_nowait, (self, event))
         except RuntimeError:  # the loop is closed: nobody is there any more
             self.cancelled.set()
-
-    def taken(self, n: int) -> None:
-        """Count `n` passes whose text the client has got."""
-        self._n_taken += n
 
     def leave(self) -> None:
         """Cancel the answer: nobody waits for it any more."""
@@ -144,8 +122,6 @@ async def groups(jobs: Sequence[Job]) -> AsyncIterator[Group]:
                 raise event
             if event is None:
                 n_running -= 1
-            else:
-                job.taken(len(event))
             yield job, event
     finally:
         for job in jobs:

@@ -16,11 +16,9 @@ from fasteagle.answering.answer import Chunk
 from fasteagle.batch import NoRoomError
 from fasteagle.compile.blocks import configure
 from fasteagle.llm import LLM
-from fasteagle.server.job import CancelledError, Job, StalledError
+from fasteagle.server.job import CancelledError, Job
 from fasteagle.server.metrics import Metrics
 
-STALL_SECONDS = 0.25  # in all, for which an answer stands still for its client while others wait
-POLL_SECONDS = 0.05
 PATIENCE = 10.0  # seconds that the thread may take to end
 
 
@@ -39,7 +37,7 @@ class ShuttingDownError(Exception):
         super().__init__("the server is shutting down")
 
 
-OUTCOMES = {CancelledError: "cancelled", StalledError: "stalled", ShuttingDownError: "shutdown"}
+OUTCOMES = {CancelledError: "cancelled", ShuttingDownError: "shutdown"}
 
 
 class AnswerQueue:
@@ -56,8 +54,6 @@ class AnswerQueue:
         self._planning: set[Job] = set()
         self._changed = threading.Condition()
         self._running: dict[Job, None] = {}  # in the order in which they began
-        self._paused: list[Job] = []  # their clients do not read
-        self._looked = 0.0  # when they were looked for
         self._lacks_memory = False  # for the next one, until an answer ends
         self._draining = self._stopped = False
         self._mean_seconds = 1.0  # of an answer, over the last ones
@@ -157,13 +153,9 @@ class AnswerQueue:
         configure()
         while self._wait():
             self._end_cancelled()
-            others_wait = not self._begin_waiting()
-            self._pause(others_wait)
-            if len(self._paused) < len(self._running):
+            self._begin_waiting()
+            if self._running:
                 self._step()
-            elif self._running:
-                with self._changed:
-                    self._changed.wait(POLL_SECONDS)
 
     def _wait(self) -> bool:
         """Wait for something to do; return False once there will be nothing any more."""
@@ -174,13 +166,14 @@ class AnswerQueue:
 
     def _end_cancelled(self) -> None:
         for job in [job for job in self._running if job.cancelled.is_set()]:
-            self._give_up(job, CancelledError())
+            self._answers.end(job)
+            self._finish(job, CancelledError())
 
-    def _begin_waiting(self) -> bool:
-        """Begin what waits while there is room, in its order; return whether nothing waits then."""
+    def _begin_waiting(self) -> None:
+        """Begin what waits while there is room, in its order."""
         while self._answers.has_room and not self._lacks_memory:
             if (job := self._next()) is None:
-                return True
+                return
             assert job.request is not None, "only planned jobs are submitted"
             job.begun = time.perf_counter()
             try:
@@ -195,7 +188,6 @@ class AnswerQueue:
                 self._finish(job, error)
             else:
                 self._metrics.started(job.begun - job.submitted)
-        return not self._waiting
 
     def _next(self) -> Job | None:
         with self._changed:
@@ -216,26 +208,11 @@ class AnswerQueue:
             else:
                 self._waiting.appendleft(job)
 
-    def _pause(self, others_wait: bool) -> None:
-        """Choose the answers that stand still in the next pass: their clients do not read.
-
-        Of those that have stood long enough, one is ended where others wait.
-        """
-        now = time.perf_counter()
-        for job in self._paused:
-            job.stalled += now - self._looked
-        self._looked = now
-        self._paused = [job for job in self._running if job.is_unread]
-        slowest = max(self._paused, key=lambda job: job.stalled, default=None)
-        if slowest and slowest.stalled > STALL_SECONDS and (others_wait or self._draining):
-            self._paused.remove(slowest)
-            self._give_up(slowest, StalledError())
-
     def _step(self) -> None:
-        """Run one pass for all answers but the paused ones, and pass on what it brought."""
+        """Run one pass for all answers, and pass on what it brought."""
         served: set[Job] = set()
         try:
-            events = self._answers.step(self._paused)
+            events = self._answers.step()
         except Exception as error:  # of no single answer: it has ended all of them
             for running in list(self._running):
                 self._finish(running, error)
@@ -249,10 +226,6 @@ class AnswerQueue:
                 self._finish(job, event)
         if served:
             self._metrics.stepped(len(served))
-
-    def _give_up(self, job: Job, error: Exception) -> None:
-        self._answers.end(job)
-        self._finish(job, error)
 
     def _finish(self, job: Job, error: Exception | None) -> None:
         """End a running job, whose answer is whole if there is no error."""

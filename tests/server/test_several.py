@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import functools
 import json
 import threading
@@ -13,19 +12,7 @@ import httpx
 import openai
 import pytest
 import torch
-from live_server import (
-    CHAT,
-    LETTER_ID,
-    SHORT,
-    busy,
-    deaf,
-    failures,
-    load,
-    number,
-    serving,
-    slow_down,
-    until,
-)
+from live_server import CHAT, LETTER_ID, SHORT, busy, load, number, serving, slow_down, until
 
 import fasteagle.batch
 from fasteagle.answering.grammar import GrammarMask
@@ -274,18 +261,3 @@ def test_the_numbers_of_an_answers_speculation():
         "tokens_per_second": 3.5,
         "time_to_first_token": 0.25,
     }
-
-
-def test_one_who_does_not_read_stands_still_alone(live, slow):
-    before = failures(live, "stalled")
-    with contextlib.closing(deaf(live.port, speculate=False, max_tokens=300)) as client:
-        (job,) = live.server.queue._running
-        until(lambda: job.stalled > 0.5, 30)
-        n_tokens = job.stats.new_tokens
-        assert post(live, body(n=30)).status_code == 200
-        assert job.stats.new_tokens == n_tokens and live.server.queue.n_running == 1
-        client.settimeout(10)
-        text = b""
-        while b"[DONE]" not in text[-30:]:
-            text += client.recv(2**20)
-    assert job.outcome == "length" and failures(live, "stalled") == before
