@@ -7,7 +7,7 @@ from typing import Protocol
 
 WRONG = "\ufffd"  # text of wrong bytes and of an unfinished character
 MOST_BYTES = 4  # of a character
-MOST_UNREAD = 2 * MOST_BYTES  # tokens that may be held back
+MOST_UNREAD = 16  # tokens that are held back; more are no unfinished character
 
 
 class Decoder(Protocol):
@@ -27,6 +27,7 @@ class TextStream:
         self._decoder = decoder
         self._stop = tuple(stop)
         self._context: list[int] = []  # tokens in the text that still matter for decoding
+        self._n_known = 0  # characters of their text
         self._unread: list[int] = []  # tokens that are not in the text yet
         self._held = ""
         self.stopped = False
@@ -37,47 +38,31 @@ class TextStream:
         if self.stopped or not ids:  # decoding no tokens would lose the context
             return ""
         self._unread.extend(ids)
-        before = self._decoder.decode(self._context)
-        after = self._decoder.decode(self._context + self._unread)
-        if after.endswith(WRONG):  # a character is split between tokens: wait for the rest
-            return self._release(self._held + self._wrong(before, after), final=False)
-        self._context, self._unread = self._unread, []
-        return self._release(self._held + after[len(before) :], final=False)
-
-    def _wrong(self, before: str, after: str) -> str:
-        """Return the text of wrong bytes that no further token can change.
-
-        SentencePiece decodes bytes in a row together, and none of them where one is wrong: those
-        that show that one is wrong stay in the context.
-        """
-        if len(self._unread) <= MOST_UNREAD:
+        n_unread = len(self._unread)
+        for n in range(n_unread, max(0, n_unread - MOST_BYTES), -1):
+            text = self._text(n)
+            if not text.endswith(WRONG):  # else a character may be split: wait for the rest
+                return self._read(n, text)
+        if n_unread < MOST_UNREAD:
             return ""
-        decode, tokens = self._decoder.decode, self._context + self._unread
-        for n in range(MOST_BYTES, MOST_UNREAD):
-            # If the bytes were right, one of these texts would end with a whole character.
-            texts = [decode(tokens[: -n - i]) for i in range(MOST_BYTES)]
-            text, left = texts[0], tokens[-n:]
-            new, rest = text[len(before) :], after[len(text) :]
-            is_wrong = all(one.endswith(WRONG) for one in texts)
-            if not (is_wrong and rest and after.startswith(text)):
-                continue
-            contexts = [tokens[:-n]]
-            if before.endswith(WRONG) and not new.strip(WRONG):  # the same bytes in a row go on
-                contexts.insert(0, self._context)
-            for context in contexts:
-                if decode(context + left)[len(decode(context)) :] == rest:
-                    self._context, self._unread = context, left
-                    return new
-        return ""
+        return self._read(n_unread, self._text(n_unread), rest=WRONG)
+
+    def _text(self, n: int) -> str:
+        return self._decoder.decode(self._context + self._unread[:n])
+
+    def _read(self, n: int, text: str, rest: str = "", final: bool = False) -> str:
+        """Count `n` tokens more as read: `text` is the whole, without `rest` at its end."""
+        new = text.removesuffix(rest)[self._n_known :]
+        self._context, self._unread = self._unread[:n], self._unread[n:]
+        self._n_known = len(self._text(0).removesuffix(rest))
+        return self._release(self._held + new, final)
 
     def finish(self) -> str:
         """Return the text that was held back, since no token follows."""
         if self.stopped:
             return ""
-        before = self._decoder.decode(self._context)
-        after = self._decoder.decode(self._context + self._unread)
-        self._context, self._unread = self._unread, []
-        return self._release(self._held + after[len(before) :], final=True)
+        n_unread = len(self._unread)
+        return self._read(n_unread, self._text(n_unread), final=True)
 
     def _release(self, text: str, final: bool) -> str:
         places = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
