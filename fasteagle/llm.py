@@ -6,15 +6,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from os import PathLike
 from pathlib import Path
-from typing import Literal, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
-from fasteagle.answering.answer import Answer, AnswerRequest, Chunk
-from fasteagle.answering.answer_logits import TokenMask
+from fasteagle.answering.answer import Answer, Chunk
+from fasteagle.answering.answer_logits import AnswerRequest, TokenMask
 from fasteagle.answering.background import Preparation
 from fasteagle.answering.grammar import GrammarCompiler
 from fasteagle.answering.keywords import (
     AnswerKeywords,
-    Asked,
     check_extras,
     check_text,
     checked_ids,
@@ -160,7 +159,7 @@ class LLM:
         With `stream`, yields chunks as they come. Raises `FasteagleError` for invalid arguments.
         """
         asked = read_keywords(keywords, stream=stream, think=think)
-        prompt = self._prompt_of(messages, think, asked.spec)
+        prompt = self._prompt_of(messages, think, asked["spec"])
         return self._run(prompt.ids, stream, asked, prompt.text)
 
     def _prompt_of(
@@ -249,7 +248,7 @@ class LLM:
         self._check_open()
         several = listed("conversations", conversations)
         asked = read_keywords(keywords, think=think)
-        prompts = [self._prompt_of(one, think, asked.spec).ids for one in several]
+        prompts = [self._prompt_of(one, think, asked["spec"]).ids for one in several]
         return self._run_batch(prompts, size, asked)
 
     def generate_batch(
@@ -268,22 +267,22 @@ class LLM:
         ids = [self._ids(one) for one in listed("prompts", prompts)]
         return self._run_batch(ids, size, read_keywords(keywords))
 
-    def _run_batch(self, prompts: Sequence[list[int]], size: int, asked: Asked) -> list[Answer]:
+    def _run_batch(
+        self, prompts: Sequence[list[int]], size: int, asked: dict[str, Any]
+    ) -> list[Answer]:
         if size not in range(1, self.answers.size + 1):
             raise FasteagleError(
                 f"size {shown(size)} is out of range: use 1 .. {self.answers.size}"
             )
-        params, options, spec, more = asked
-        requests = [self.made_request(ids, params, options, spec, **more) for ids in prompts]
+        requests = [self.made_request(ids, **asked) for ids in prompts]
         for request in requests:
             self.engine.check_prompt(request.prompt)
         return self.answers.all(requests, size)
 
     def _run(
-        self, prompt: list[int], stream: bool, asked: Asked, text: str | None = None
+        self, prompt: list[int], stream: bool, asked: dict[str, Any], text: str | None = None
     ) -> Answer | Iterator[Chunk]:
-        params, options, spec, more = asked
-        request = self.made_request(prompt, params, options, spec, **more)
+        request = self.made_request(prompt, **asked)
         stats = Stats()
         answering = self.answers.stream(request, text, stats)
         if stream:

@@ -4,29 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 
-from fasteagle.answering.answer_logits import AnswerLogits, TokenLogprob, TokenMask
+from fasteagle.answering.answer_logits import AnswerLogits, AnswerRequest, TokenLogprob
 from fasteagle.answering.stream import Decoder, TextStream
 from fasteagle.decoding.stats import Stats
 from fasteagle.generate import Engine
-from fasteagle.options import AnswerOptions, SamplingParams
-
-
-@dataclasses.dataclass(frozen=True)
-class AnswerRequest:
-    """Prompt of an answer and its options; `n_top` None means no log-probabilities."""
-
-    prompt: Sequence[int]
-    params: SamplingParams
-    answer: AnswerOptions
-    eos_ids: frozenset[int]
-    bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
-    mask: TokenMask | None = None
-    n_top: int | None = None
-    speculate: bool = True
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,13 +94,7 @@ def answer(
     """
     stops = _StopStrings(decoder, request) if request.answer.stop else None
     stream = TextStream(decoder)
-    logits = AnswerLogits(
-        request.bias,
-        request.mask,
-        request.n_top,
-        request.presence_penalty,
-        request.frequency_penalty,
-    )
+    logits = AnswerLogits(request)
     cycles = engine.generate(
         request.prompt,
         request.params,

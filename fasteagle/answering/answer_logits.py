@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from fasteagle.options import AnswerOptions, SamplingParams
 from fasteagle.quant import cpu_build
 from fasteagle.tree import DraftTree
 
@@ -44,6 +45,22 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens, best first
 
 
+@dataclasses.dataclass(frozen=True)
+class AnswerRequest:
+    """Prompt of an answer and its options; `n_top` None means no log-probabilities."""
+
+    prompt: Sequence[int]
+    params: SamplingParams
+    answer: AnswerOptions
+    eos_ids: frozenset[int]
+    bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    mask: TokenMask | None = None
+    n_top: int | None = None
+    speculate: bool = True
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+
+
 class AnswerLogits:
     """Logits processor of one answer.
 
@@ -54,19 +71,10 @@ class AnswerLogits:
     temperature and penalties.
     """
 
-    def __init__(
-        self,
-        bias: Mapping[int, float] | None = None,
-        mask: TokenMask | None = None,
-        n_top: int | None = None,
-        presence_penalty: float = 0.0,
-        frequency_penalty: float = 0.0,
-    ) -> None:
-        self._bias = dict(bias or {})
-        self._presence, self._frequency = presence_penalty, frequency_penalty
+    def __init__(self, request: AnswerRequest) -> None:
+        self._bias, self._mask, self._n_top = request.bias, request.mask, request.n_top
+        self._presence, self._frequency = request.presence_penalty, request.frequency_penalty
         self._counts: Counter[int] = Counter()  # of its tokens, where a penalty needs them
-        self._mask = mask
-        self._n_top = n_top
         self._pass: tuple[Tensor, list[int], list[int], list[bool]] | None = None
         self.logprobs: list[TokenLogprob] = []
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from os import PathLike, fspath
-from typing import Any, NamedTuple, TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 from fasteagle.errors import FasteagleError, shown
 from fasteagle.option_fields import require
@@ -47,17 +47,8 @@ class AnswerKeywords(TypedDict, total=False):
     speculate: bool
 
 
-class Asked(NamedTuple):
-    """How an answer is made: the arguments of `LLM.made_request` after the prompt."""
-
-    params: SamplingParams
-    options: AnswerOptions
-    spec: GrammarSpec | None
-    more: dict[str, Any]
-
-
-def read_keywords(keywords: AnswerKeywords, **flags: bool | None) -> Asked:
-    """Return what the keywords of an answer ask for; `flags` are checked beside them.
+def read_keywords(keywords: AnswerKeywords, **flags: bool | None) -> dict[str, Any]:
+    """Return the arguments of `LLM.made_request` after the prompt; check `flags`, too.
 
     Raises `FasteagleError`; for unknown keywords `TypeError`.
     """
@@ -76,7 +67,7 @@ def read_keywords(keywords: AnswerKeywords, **flags: bool | None) -> Asked:
     params = SamplingParams(**left, seed=0 if seed is None else seed)
     if seed is None and not params.greedy:
         params = dataclasses.replace(params, seed=fresh_seed())
-    return Asked(params, AnswerOptions(**ends), spec, more)
+    return {"params": params, "options": AnswerOptions(**ends), "spec": spec, **more}
 
 
 def check_extras(

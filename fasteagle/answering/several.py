@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 
-from fasteagle.answering.answer import Answer, AnswerRequest, Chunk, answer
+from fasteagle.answering.answer import Answer, Chunk, answer
+from fasteagle.answering.answer_logits import AnswerRequest
 from fasteagle.answering.known_texts import KnownTexts
 from fasteagle.answering.prefix_cache import PrefixCache
 from fasteagle.answering.stream import Decoder

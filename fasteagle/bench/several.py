@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Sequence
 
-from fasteagle.answering.answer import AnswerRequest
+from fasteagle.answering.answer_logits import AnswerRequest
 from fasteagle.bench.options import BenchOptions
 from fasteagle.compile.blocks import compile_now
 from fasteagle.compile.costs import tune_now

@@ -7,7 +7,8 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from fasteagle.answering.answer import AnswerRequest, Chunk
+from fasteagle.answering.answer import Chunk
+from fasteagle.answering.answer_logits import AnswerRequest
 from fasteagle.decoding.stats import Stats
 
 # Chunks of one answer reach the event loop together, after so long at most. A pass of a small model

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fasteagle.answering.answer import AnswerRequest
+from fasteagle.answering.answer_logits import AnswerRequest
 from fasteagle.answering.grammar_check import try_grammar
 from fasteagle.answering.stream import opened_thought, without_open_thought
 from fasteagle.errors import FasteagleError, shown

@@ -9,8 +9,8 @@ from collections import Counter
 import pytest
 import torch
 
-from fasteagle.answering.answer import AnswerRequest, answer
-from fasteagle.answering.answer_logits import AnswerLogits
+from fasteagle.answering.answer import answer
+from fasteagle.answering.answer_logits import AnswerLogits, AnswerRequest
 from fasteagle.answering.grammar import GrammarCompiler
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.fused import FusedDrafter
@@ -280,12 +280,18 @@ def test_kernels_forbid_what_torch_forbids(compiler, monkeypatch):
     assert torch.equal(rows[False], rows[True]) and rows[True].any() and not rows[True].all()
 
 
+def processor_of(**options):
+    return AnswerLogits(
+        AnswerRequest([1], SamplingParams(), AnswerOptions(), frozenset(), **options)
+    )
+
+
 def test_logprobs_are_those_before_the_grammar(compiler):
     """Though its mask changes the logits that tokens are drawn from, in place."""
     cpu_build.load()
     logits = torch.randn(1, TINY_VOCAB)
     before = logits.clone()
-    processor = AnswerLogits(mask=compiler.start(SPECS[0]), n_top=0)
+    processor = processor_of(mask=compiler.start(SPECS[0]), n_top=0)
     tree = DraftTree(torch.zeros(1).long(), torch.zeros(1).long(), torch.ones(1).bool())
     masked = processor(logits, tree)
     token = int(masked.argmax())
@@ -297,7 +303,7 @@ def test_logprobs_are_those_before_the_grammar(compiler):
 
 @pytest.mark.parametrize("penalties", [(1.5, 0.0), (0.0, 0.4), (1.5, 0.4)])
 def test_penalties_count_the_tokens_of_each_path(penalties):
-    processor = AnswerLogits(presence_penalty=penalties[0], frequency_penalty=penalties[1])
+    processor = processor_of(presence_penalty=penalties[0], frequency_penalty=penalties[1])
     processor.accept([3, 5, 3])
     tokens, parents = torch.tensor([3, 7, 3, 9]), torch.tensor([0, 0, 0, 2])
     logits = torch.randn(4, 12)

@@ -10,8 +10,8 @@ import openai
 import pytest
 from live_server import LETTER_ID, QWEN, number
 
-from fasteagle.answering.answer import AnswerRequest, Chunk
-from fasteagle.answering.answer_logits import TokenLogprob
+from fasteagle.answering.answer import Chunk
+from fasteagle.answering.answer_logits import AnswerRequest, TokenLogprob
 from fasteagle.decoding.stats import Stats
 from fasteagle.options import AnswerOptions, SamplingParams
 from fasteagle.server.metrics import Metrics

@@ -10,7 +10,8 @@ import openai
 import pytest
 from live_server import LLAMA, QWEN, WEATHER
 
-from fasteagle.answering.answer import AnswerRequest, Chunk
+from fasteagle.answering.answer import Chunk
+from fasteagle.answering.answer_logits import AnswerRequest
 from fasteagle.errors import FasteagleError
 from fasteagle.options import AnswerOptions, SamplingParams
 from fasteagle.server.prepare import Plan
