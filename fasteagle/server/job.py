@@ -35,6 +35,7 @@ class Job:
     """
 
     def __init__(self, beside: Job | None = None) -> None:
+        self.is_first = beside is None  # of its request, whose prompt counts once
         self.request: AnswerRequest | None = None
         self.text: str | None = None  # of a conversation, for the tokens of its continuations
         self.stats = Stats()

@@ -123,10 +123,11 @@ class Metrics:
         for place in range(max(stats.path_lengths, default=0)):
             n = sum(length > place for length in stats.path_lengths)
             self._by_position.labels(model, str(place)).inc(n)
-        self._prompt.labels(model).inc(stats.prompt_tokens)
         self._generated.labels(model).inc(stats.new_tokens)
-        self._queried.labels(model).inc(stats.prompt_tokens)
-        self._hits.labels(model).inc(stats.cached_tokens)
+        if job.is_first:  # the prompt of several answers counts once, as in their usage
+            self._prompt.labels(model).inc(stats.prompt_tokens)
+            self._queried.labels(model).inc(stats.prompt_tokens)
+            self._hits.labels(model).inc(stats.cached_tokens)
         if job.first_token is not None:
             self._ttft.observe(job.first_token)
         if job.outcome not in FINISHES:

@@ -348,7 +348,7 @@ def test_health_metrics_and_page(client, name, live):
 def test_metrics_count_what_happened():
     class Done:
         stats = Stats(10, cached_tokens=4, new_tokens=6, passes=3, drafted=12, decode_seconds=2.5)
-        outcome, first_token, seconds = "eos", 0.5, 1.0
+        outcome, first_token, seconds, is_first = "eos", 0.5, 1.0, True
 
     class Cut(Done):
         stats, outcome = Stats(), "context"

@@ -206,13 +206,19 @@ def test_several_answers_to_one_prompt(client, live, kind, form):
     singles = [ask(seed=seed) for seed in (7, 8, 9)]
     expected = [text(reply.choices[0]) for reply in singles]
     assert len(set(expected)) == 3
+    counted = "prompt_tokens", "prefix_cache_queries", "prefix_cache_hits"
+    before = [number(live, f"vllm:{name}_total{{.*}}") for name in counted]
     several = ask(seed=7, n=3)
+    after = [number(live, f"vllm:{name}_total{{.*}}") for name in counted]
     assert [text(choice) for choice in several.choices] == expected
     assert [choice.index for choice in several.choices] == [0, 1, 2]
     usage = several.usage
     assert usage.prompt_tokens == singles[0].usage.prompt_tokens
     assert usage.completion_tokens == sum(reply.usage.completion_tokens for reply in singles)
     assert usage.model_extra["seed"] == 7
+    n_cached = usage.prompt_tokens_details.cached_tokens
+    n_new = [n - m for n, m in zip(after, before, strict=True)]
+    assert n_new == [usage.prompt_tokens, usage.prompt_tokens, n_cached]
     events = list(ask(seed=7, n=3, stream=True, stream_options={"include_usage": True}))
     texts, finishes = [""] * 3, []
     for choice in (choice for event in events for choice in event.choices):
