@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from os import PathLike
-from pathlib import Path
 from typing import Any, Literal, Unpack, overload
 
 from fasteagle.answering.answer import Answer, Chunk
@@ -345,7 +344,7 @@ def load(
     check_text("precision", precision)
     check_precision(precision)
     runtime = RuntimeOptions(device=device, max_seq_len=max_seq_len, threads=threads)
-    tree_file = None if tree == "auto" else str(Path(checked_name("tree", tree)))
+    tree_file = None if tree == "auto" else checked_name("tree", tree)
     head = None if head is None else checked_name("head", head)
     if head is not None and drafter in ("none", "ngram"):
         raise FasteagleError(f"head has no meaning with drafter {shown(drafter)}: drop one")

@@ -19,6 +19,7 @@ LOADED = [
     ({"head": Path("none")}, "head 'none': no such folder"),
     ({"head": "x", "drafter": "ngram"}, "head has no meaning with drafter 'ngram'"),
     ({"tree": None}, "tree None is no name and no path"),
+    ({"tree": ""}, "tree '' is empty: give auto or a file"),
     ({"precision": None}, "precision None is no text"),
     ({"precision": "int3"}, "3 bits have no kernel"),
     ({"device": "cpu:7"}, "device 'cpu:7' is not supported"),
