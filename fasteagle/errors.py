@@ -53,7 +53,7 @@ def first_line(error: BaseException, most: int | None = None) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:most]
 
 
-def reason_of(error: OSError | ValueError) -> str:
+def reason_of(error: Exception) -> str:
     """Return why a file could not be read, without its name."""
     if isinstance(error, OSError):
         return error.strerror or first_line(error)

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from fasteagle.answering.keywords import check_text
 from fasteagle.cli.markdown import AnswerScreen, Style
@@ -17,8 +17,6 @@ from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import FasteagleError, note, reason_of, suggest
 from fasteagle.options import AnswerOptions, SamplingParams
 from fasteagle.paths import state_dir, write_atomic
-
-Made = TypeVar("Made")
 
 PROMPT = ">>> "
 CONTINUATION = "... "
@@ -258,32 +256,26 @@ class Repl:
         path = _file_argument(name, "/load")
         try:
             content = parse_json_file(path)
-            if not isinstance(content, dict):
-                raise ValueError("it is no JSON object")
-            said = content["turns"]
-            if not isinstance(said, list) or not all(isinstance(turn, dict) for turn in said):
-                raise ValueError("turns are no list of messages")
-            turns = [{"role": turn["role"], "content": turn["content"]} for turn in said]
+            turns = [
+                {"role": turn["role"], "content": turn["content"]} for turn in content["turns"]
+            ]
+            params = SamplingParams(**content["params"])
+            answer = AnswerOptions(**content["answer"])
+            think, system = content.get("think"), content.get("system")
             roles = ["user", "assistant"] * len(turns)
             if any(t["role"] != role for t, role in zip(turns, roles, strict=False)):
                 raise ValueError("turns do not alternate between user and assistant")
             for turn in turns:
                 check_text("content", turn["content"])
-            params = _made(SamplingParams, content, "params")
-            answer = _made(AnswerOptions, content, "answer")
-            think, system = content.get("think"), content.get("system")
-            if not isinstance(think, bool | None):
-                raise ValueError(f"think is {think!r}")
             if system is not None:
                 check_text("system", system)
+            if not isinstance(think, bool | None):
+                raise ValueError(f"think is {think!r}")
         except OSError as error:
             raise FasteagleError(f"cannot read {path}: {error.strerror}") from error
-        except KeyError as error:
-            raise FasteagleError(f"{path} is no saved conversation: {error} is missing") from error
-        except ValueError as error:
-            raise FasteagleError(f"{path} is no saved conversation: {reason_of(error)}") from error
-        except FasteagleError as error:
-            raise FasteagleError(f"{path} is no saved conversation: {error}") from error
+        except (KeyError, TypeError, ValueError, FasteagleError) as error:
+            reason = f"{error} is missing" if isinstance(error, KeyError) else reason_of(error)
+            raise FasteagleError(f"{path} is no saved conversation: {reason}") from error
         session = self.session
         session.system, session.turns = system, list(turns)
         session.params, session.answer = params, answer
@@ -304,17 +296,6 @@ def _file_argument(name: str, command: str) -> Path:
         return Path(name).expanduser()
     except RuntimeError as error:  # ~nobody-we-know/x
         raise FasteagleError(f"{name}: {error}") from error
-
-
-def _made(kind: type[Made], content: dict[str, Any], name: str) -> Made:
-    """Make a dataclass of the saved fields `name`; raise ValueError for others than its own."""
-    saved = content[name]
-    if not isinstance(saved, dict):
-        raise ValueError(f"{name} is no JSON object")
-    unknown = saved.keys() - {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    if unknown:
-        raise ValueError(f"{name} knows no {', '.join(map(repr, sorted(unknown)))}")
-    return kind(**saved)
 
 
 def _with_value(options: Any, key: str, value: str) -> Any:
