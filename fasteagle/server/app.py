@@ -279,7 +279,7 @@ def make_app(server: Server, api_key: str | None) -> FastAPI:
     """Return the app with its endpoints, its errors in OpenAI's form, and the guard before it."""
     app = FastAPI(title="fasteagle", version=__version__, docs_url=None, redoc_url=None)
     most = max(FEWEST_VALUES, 2 * server.llm.engine.max_seq_len)  # a prompt of ids, and the rest
-    app.router.route_class = body_route(most)
+    app.router.route_class = body_route(int(server.options.max_body * 2**20), most)
     add_errors(app)
     _add_answers(app, server)
     _add_rest(app, server)

@@ -12,12 +12,16 @@ from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from fasteagle.errors import FasteagleError, reason_of
+from fasteagle.server.job import CancelledError
 from fasteagle.server.protocol import Body
 
 SHORT_BYTES = 2**15  # of requests that one thread reads for all: a few milliseconds each
+BODY_SECONDS = 30.0  # for a whole body to arrive
 FEWEST_VALUES = 2**18  # of a body, are allowed in any case: Python reads them in about 0.1 s
 
 
@@ -35,10 +39,10 @@ class CheckedRequest(Request):
         return self._checked
 
 
-def body_route(most_values: int) -> type[APIRoute]:
-    """Return the class of routes that read bodies of at most `most_values` values.
+def body_route(most_bytes: int, most_values: int) -> type[APIRoute]:
+    """Return the class of routes that read bodies of at most so many bytes and JSON values.
 
-    While one call of Python's JSON reader runs, no other thread does: that number bounds it.
+    While one call of Python's JSON reader runs, no other thread does: `most_values` bounds it.
     """
     # One thread: of several, each would take the interpreter from those that decode.
     reader = ThreadPoolExecutor(1, "bodies")
@@ -51,7 +55,7 @@ def body_route(most_values: int) -> type[APIRoute]:
                 return handle
 
             async def handler(request: Request) -> Response:
-                raw = await request.body()
+                raw = await whole_body(request, most_bytes)
                 if not raw:
                     raise FasteagleError("the body is empty: send the request as JSON")
                 if "json" not in request.headers.get("content-type", ""):
@@ -66,6 +70,31 @@ def body_route(most_values: int) -> type[APIRoute]:
             return handler
 
     return BodyRoute
+
+
+async def whole_body(request: Request, most: int) -> bytes:
+    """Return the body; raise `HTTPException` for one of more than `most` bytes, or that is slow.
+
+    What is left of it then is not read. Raises `CancelledError` if the client leaves.
+    """
+    close = {"connection": "close"}
+    too_large = HTTPException(413, f"the body is larger than {most:,} bytes: see --max-body", close)
+    length = request.headers.get("content-length", "")
+    if length.isdigit() and int(length) > most:
+        raise too_large
+    raw = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.stream():
+                raw += part
+                if len(raw) > most:
+                    raise too_large
+    except TimeoutError:
+        text = f"the body did not arrive within {BODY_SECONDS:g} seconds"
+        raise HTTPException(408, text, close) from None
+    except ClientDisconnect:
+        raise CancelledError from None
+    return bytes(raw)
 
 
 def read_body(raw: bytes, kind: type[Body], most_values: int) -> Body:

@@ -1,4 +1,4 @@
-"""Access checks before the app: Host, Origin, API key, size and pace of a body.
+"""Access checks before the app: Host, Origin and API key.
 
 A web page in the browser of the person who runs the server must not reach it. Its requests carry
 an `Origin` that is not ours; and where its own name was made to lead to this machine (DNS
@@ -7,19 +7,17 @@ rebinding), a `Host` that is not ours. An address that is a number cannot be reb
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import ipaddress
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fasteagle.options import ServeOptions
 
 OPEN_PATHS = ("/", "/health")  # the page asks for the key itself
-BODY_SECONDS = 30.0  # for a whole body to arrive
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict:
@@ -48,7 +46,6 @@ class Guard:
         self._names = {"localhost", *map(plain_name, (options.host, *options.allow_host))}
         self._origins = plain_origins(options)
         self._key = None if api_key is None else api_key.encode()
-        self._most = int(options.max_body * 2**20)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -56,17 +53,7 @@ class Guard:
             return
         headers = Headers(scope=scope)
         refused = self._stranger(headers) or self._keyless(scope, headers)
-        body: list[Message] = []
-        if refused is None:
-            refused = await self._read(headers, receive, body)
-        if refused is not None:
-            await refused(scope, receive, send)
-            return
-
-        async def replay() -> Message:
-            return body.pop(0) if body else await receive()
-
-        await self._app(scope, replay, send)
+        await (refused or self._app)(scope, receive, send)
 
     def _stranger(self, headers: Headers) -> Response | None:
         hosts = headers.getlist("host")
@@ -108,37 +95,6 @@ class Guard:
             "invalid_api_key",
             **{"www-authenticate": "Bearer"},
         )
-
-    async def _read(
-        self, headers: Headers, receive: Receive, body: list[Message]
-    ) -> Response | None:
-        """Read the whole body, if it is not too large or too slow."""
-        too_large = refusal(413, f"the body is larger than {self._most:,} bytes: see --max-body")
-        length = headers.get("content-length", "")
-        if length.isdigit() and int(length) > self._most:
-            return too_large
-        parts, size = [], 0
-
-        async def read() -> Response | None:
-            nonlocal size
-            while True:
-                message = await receive()
-                if message["type"] != "http.request":
-                    body.append(message)
-                    return None
-                parts.append(message.get("body", b""))
-                size += len(parts[-1])
-                if size > self._most:
-                    return too_large
-                if not message.get("more_body", False):
-                    return None
-
-        try:
-            refused = await asyncio.wait_for(read(), BODY_SECONDS)
-        except TimeoutError:
-            return refusal(408, f"the body did not arrive within {BODY_SECONDS:g} seconds")
-        body.insert(0, {"type": "http.request", "body": b"".join(parts), "more_body": False})
-        return refused
 
 
 def plain_name(host: str) -> str:

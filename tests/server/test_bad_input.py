@@ -12,7 +12,7 @@ from live_server import CHAT, serving
 
 from fasteagle.errors import FasteagleError
 from fasteagle.options import AnswerOptions, Defaults, ServeOptions
-from fasteagle.server import guard, run
+from fasteagle.server import bodies, guard, run
 from fasteagle.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -298,7 +298,7 @@ def test_a_body_that_is_too_large(live):
 
 def test_slow_clients_are_closed(live, monkeypatch):
     monkeypatch.setattr(run, "HEAD_SECONDS", 0.3)
-    monkeypatch.setattr(guard, "BODY_SECONDS", 0.3)
+    monkeypatch.setattr(bodies, "BODY_SECONDS", 0.3)
     with socket.create_connection(("127.0.0.1", live.port), timeout=5) as head:
         head.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHo")
         for _ in range(2):

@@ -1,13 +1,19 @@
-"""Names and addresses under which a server may be called, with no model behind them."""
+"""Names under which a server may be called, and sizes of bodies, with no model behind them."""
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
 from fasteagle.options import ServeOptions
+from fasteagle.server.bodies import whole_body
 from fasteagle.server.guard import Guard
+from fasteagle.server.job import CancelledError
 
 
 def ask(options, host, **headers):
@@ -32,6 +38,26 @@ def test_by_which_names_a_server_may_be_called(listens_on, statuses):
     assert tuple(ask(options, host) for host in ("[::1]:80", "10.0.0.7", "Box.lan")) == statuses
 
 
-def test_a_body_may_be_as_large_as_the_limit():
-    assert ask(ServeOptions(max_body=2**-10), "localhost") == 200
-    assert ask(ServeOptions(max_body=2**-11), "localhost") == 413
+@pytest.mark.parametrize("parts", [[b"x" * 2**10], [b"x"] * 2**10])
+def test_a_body_may_be_as_large_as_the_limit(parts):
+    async def read(most):
+        messages = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
+        messages[-1]["more_body"] = False
+
+        async def receive():
+            return messages.pop(0)
+
+        return await whole_body(Request({"type": "http", "headers": []}, receive), most)
+
+    assert asyncio.run(read(2**10)) == b"x" * 2**10
+    with pytest.raises(HTTPException, match=r"larger than 1,023 bytes") as error:
+        asyncio.run(read(2**10 - 1))
+    assert error.value.status_code == 413
+
+
+def test_a_client_that_leaves_within_its_body():
+    async def receive():
+        return {"type": "http.disconnect"}
+
+    with pytest.raises(CancelledError):
+        asyncio.run(whole_body(Request({"type": "http", "headers": []}, receive), 2**10))
