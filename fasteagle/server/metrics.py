@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client import (
@@ -32,67 +32,59 @@ class Metrics:
         self._model = model
 
         def counter(name: str, text: str, *labels: str) -> Counter:
-            names = ("model_name", *labels)
-            return Counter(f"vllm:{name}", text, names, registry=self.registry)
+            return Counter(name, text, ("model_name", *labels), registry=self.registry)
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            made = Histogram(
-                f"vllm:{name}", text, ("model_name",), registry=self.registry, buckets=buckets
-            )
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+            names = ("model_name",)
+            made = Histogram(name, text, names, registry=self.registry, buckets=buckets)
             return made.labels(model)
 
-        self._drafts = counter("spec_decode_num_drafts", "Passes that verified a tree.")
-        self._drafted = counter("spec_decode_num_draft_tokens", "Tokens verified.")
-        self._accepted = counter("spec_decode_num_accepted_tokens", "Tokens guessed right.")
+        def gauge(name: str) -> Gauge:
+            return Gauge(name, "", ("model_name",), registry=self.registry).labels(model)
+
+        self._drafts = counter("vllm:spec_decode_num_drafts", "Passes that verified a tree.")
+        self._drafted = counter("vllm:spec_decode_num_draft_tokens", "Tokens verified.")
+        self._accepted = counter("vllm:spec_decode_num_accepted_tokens", "Tokens guessed right.")
         self._by_position = counter(
-            "spec_decode_num_accepted_tokens_per_pos",
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Passes in which the guess at this place of the path was right.",
             "position",
         )
-        self._prompt = counter("prompt_tokens", "Tokens of prompts.")
-        self._generated = counter("generation_tokens", "Tokens of answers.")
-        self._queried = counter("prefix_cache_queries", "Tokens looked up in the KV cache.")
-        self._hits = counter("prefix_cache_hits", "Tokens found in the KV cache.")
-        self._success = counter("request_success", "Answers, by how they ended.", "finished_reason")
-        self._failed = counter("request_failed", "Requests without a whole answer.", "reason")
-        self._ttft = histogram("time_to_first_token_seconds", "Waiting included.", SECONDS)
+        self._prompt = counter("vllm:prompt_tokens", "Tokens of prompts.")
+        self._generated = counter("vllm:generation_tokens", "Tokens of answers.")
+        self._queried = counter("vllm:prefix_cache_queries", "Tokens looked up in the KV cache.")
+        self._hits = counter("vllm:prefix_cache_hits", "Tokens found in the KV cache.")
+        self._success = counter(
+            "vllm:request_success", "Answers, by how they ended.", "finished_reason"
+        )
+        self._failed = counter("vllm:request_failed", "Requests without a whole answer.", "reason")
+        self._ttft = histogram("vllm:time_to_first_token_seconds", "Waiting included.", SECONDS)
         self._per_token = histogram(
-            "request_time_per_output_token_seconds", "Mean of an answer.", TOKEN_SECONDS
+            "vllm:request_time_per_output_token_seconds", "Mean of an answer.", TOKEN_SECONDS
         )
-        self._whole = histogram("e2e_request_latency_seconds", "Waiting included.", SECONDS)
-        self._queued = histogram("request_queue_time_seconds", "Waiting.", SECONDS)
-        self._refused = Counter(
-            "fasteagle:requests_refused",
-            "Requests that got an error, by HTTP status.",
-            ("model_name", "status"),
-            registry=self.registry,
+        self._whole = histogram("vllm:e2e_request_latency_seconds", "Waiting included.", SECONDS)
+        self._queued = histogram("vllm:request_queue_time_seconds", "Waiting.", SECONDS)
+        self._refused = counter(
+            "fasteagle:requests_refused", "Requests that got an error, by HTTP status.", "status"
         )
-        self._planning = Histogram(
+        self._planning = histogram(
             "fasteagle:request_planning_time_seconds",
             "Template, tokens and grammar, waiting for them included.",
-            ("model_name",),
-            registry=self.registry,
-            buckets=SECONDS,
-        ).labels(model)
-        self._at_once = Histogram(
+            SECONDS,
+        )
+        self._at_once = histogram(
             "fasteagle:answers_per_pass",
             "Answers that one pass of the model went on with.",
-            ("model_name",),
-            registry=self.registry,
-            buckets=range(1, MOST_AT_ONCE + 1),
-        ).labels(model)
+            range(1, MOST_AT_ONCE + 1),
+        )
         ProcessCollector(registry=self.registry)
-        self._running = Gauge(
-            "vllm:num_requests_running", "", ("model_name",), registry=self.registry
-        )
-        self._waiting = Gauge(
-            "vllm:num_requests_waiting", "", ("model_name",), registry=self.registry
-        )
+        self._running = gauge("vllm:num_requests_running")
+        self._waiting = gauge("vllm:num_requests_waiting")
 
     def watch(self, running: Callable[[], float], waiting: Callable[[], float]) -> None:
         """Call `running` and `waiting` whenever the numbers are read."""
-        self._running.labels(self._model).set_function(running)
-        self._waiting.labels(self._model).set_function(waiting)
+        self._running.set_function(running)
+        self._waiting.set_function(waiting)
 
     def started(self, waited: float) -> None:
         self._queued.observe(waited)
