@@ -22,7 +22,6 @@ Message = Mapping[str, Any]  # {"role": "system" | "user" | "assistant", "conten
 # Stands after the first character of what looks like a special token but is only text: Unicode
 # reserves it for use inside a program.
 LITERAL = "\ufdd0"
-MOST_JOINED = 4  # characters that a normalizer makes one of, as NFC does
 
 
 class ChatTokenizer:
@@ -142,13 +141,6 @@ class ChatTokenizer:
         """Return the text of each token id, special tokens included."""
         return {token: text for text, token in self._backend.get_vocab().items()}
 
-    @cached_property
-    def most_characters(self) -> int:
-        """Largest number of characters of one token."""
-        longest = max(map(len, self._backend.get_vocab()), default=1)
-        normalizer = getattr(getattr(self._backend, "backend_tokenizer", None), "normalizer", None)
-        return longest * (1 if normalizer is None else MOST_JOINED)
-
     @property
     def template(self) -> str:
         """Source of the chat template; empty where there is none."""
@@ -265,7 +257,6 @@ class DummyTokenizer(ChatTokenizer):
         self._template = self._with_tools = None
         self._bos = ""
         self.eos_ids = frozenset()
-        self.most_characters = 4
 
     def encode(self, text: str) -> list[int]:
         data = text.encode()

@@ -70,8 +70,7 @@ class Planner:
     def __init__(self, llm: LLM, defaults: Defaults) -> None:
         self._llm, self._defaults = llm, defaults
         # More cannot fit, or is so unlike text that it is not worth the seconds of encoding it.
-        each = min(llm.tokenizer.most_characters, MOST_CHARACTERS_A_TOKEN)
-        self._most_characters = llm.engine.max_seq_len * each
+        self._most_characters = llm.engine.max_seq_len * MOST_CHARACTERS_A_TOKEN
 
     def _check_length(self, text: str, param: str = "prompt") -> None:
         """Refuse a text that cannot fit, before it is encoded: that takes a second for some MiB."""
