@@ -19,7 +19,7 @@ import click
 
 from fasteagle.cli.command import UserPath
 from fasteagle.errors import FasteagleError, reason_of
-from fasteagle.option_fields import UNSAID, flag_of, option, require_word
+from fasteagle.option_fields import UNSAID, flag_of, option, require_unset, require_word
 from fasteagle.options import (
     DEFAULT_MODEL,
     EXPORT_FORMATS,
@@ -270,7 +270,7 @@ model_options = groups(MODEL)
 
 TREE_SIZES = ("tree_depth", "tree_topk", "tree_nodes")
 UNUSED = {  # by drafter: what it does not read
-    "none": (*TREE_SIZES, "head", "tap_layers", "lookup_depth"),
+    "none": (*TREE_SIZES, "head", "tap_layers"),
     "ngram": (*TREE_SIZES, "head", "tap_layers"),
     "eagle-static": TREE_SIZES,
     "eagle-chain": ("tree_topk", "tree_nodes"),
@@ -287,16 +287,12 @@ def _take_draft(values: Values) -> Values:
                 f"--no-spec and --drafter {drafter} contradict each other: give one"
             )
         drafter = "none"
-    unused = [(name, f"--drafter {drafter}") for name in UNUSED.get(drafter, ())]
-    if values["tree_file"] is not None:
-        unused += [(name, "--tree FILE") for name in TREE_SIZES]
-    for name, other in unused:
-        if values[name] is not None:
-            flag = name.replace("_", "-")
-            raise FasteagleError(f"--{flag} has no meaning with {other}: drop one")
     if values["draft_precision"] != "auto" and values["draft_model"] is None:
         raise FasteagleError("--draft-precision is of --draft-model: give that, too, or drop it")
     draft = taken(DraftOptions, values, drafter=drafter)
+    require_unset(draft, UNUSED.get(drafter, ()), f"with --drafter {drafter}")
+    if draft.tree_file is not None:
+        require_unset(draft, TREE_SIZES, "with --tree FILE")
     check_precision(draft.draft_precision)
     return {"draft": draft}
 
