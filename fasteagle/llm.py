@@ -106,14 +106,10 @@ class LLM:
         self._check_open()  # a stream may begin late
         return self.preparation.answering(params) if self.preparation else nullcontext()
 
-    def prepare(self, params: SamplingParams, *, quiet: bool, tune: bool = True) -> None:
+    def prepare(self, params: SamplingParams, *, quiet: bool, tune: bool = True) -> Preparation:
         """Compile and measure in the background."""
         self.preparation = Preparation(self.engine, quiet, tune, params)
-
-    def wait_for_compiler(self, say: Callable[[str], None]) -> None:
-        """Wait until what `prepare` compiles is compiled; print a line where that takes time."""
-        assert self.preparation is not None, "the caller has prepared"
-        self.preparation.wait_for_compiler(say)
+        return self.preparation
 
     def use(self, drafter: Drafter | None) -> None:
         """Draft by `drafter` in the next answers; None: decode plainly."""

@@ -52,6 +52,7 @@ class Preparation:
         self._start(self._prepare)
 
     def wait_for_compiler(self, say: Callable[[str], None]) -> None:
+        """Wait until the code is compiled; print a line by `say` where that takes time."""
         self._compiler.wait(say)
 
     def join(self) -> None:

@@ -34,9 +34,9 @@ def run_chat(
     is_conversation = question is None
     # One answer is over before compilation pays; a conversation compiles while the person types.
     if options.compile_blocks or (options.compile_blocks is None and is_conversation):
-        llm.prepare(defaults.params, quiet=options.quiet, tune=is_conversation)
+        preparation = llm.prepare(defaults.params, quiet=options.quiet, tune=is_conversation)
         if options.compile_blocks:
-            llm.wait_for_compiler(say)
+            preparation.wait_for_compiler(say)
     session = ChatSession(
         llm,
         defaults.params,

@@ -49,9 +49,9 @@ def run_serve(
             )
         params = defaults.params
         if talk.compile_blocks is not False:
-            llm.prepare(params, quiet=True)
-        if talk.compile_blocks:
-            llm.wait_for_compiler(say)
+            preparation = llm.prepare(params, quiet=True)
+            if talk.compile_blocks:
+                preparation.wait_for_compiler(say)
         replies = dataclasses.replace(defaults, system=talk.system, think=talk.think)
         server = Server(llm, options, replies, api_key)
         host, port = listener.getsockname()[:2]
