@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -143,8 +142,8 @@ def sizes_of(drafter: Drafter, costs: Costs) -> list[AnyShape]:
     return ladder(costs, ranks, drafter.shape, widest(drafter) if has_head else 0)
 
 
-def follow_costs(engine: Engine, drafter: Drafter, costs: Costs) -> Policy:
-    """Give the drafter a policy, and plain passes their number of rows, by these costs."""
+def follow_costs(drafter: Drafter, costs: Costs) -> Policy:
+    """Give the drafter a policy by these costs."""
     assert drafter.tuning is not None, "the caller measures only for drafters that may be tuned"
     policy = Policy(
         costs,
@@ -154,7 +153,6 @@ def follow_costs(engine: Engine, drafter: Drafter, costs: Costs) -> Policy:
         lookup=drafter.looks_up,
     )
     drafter.policy = policy
-    engine.plain_rows = costs.plain_rows
     return policy
 
 
@@ -174,7 +172,7 @@ def tune_now(
     if drafter is None:
         return None
     costs, seconds = costs_of(engine, drafter, notify, kind, anew=anew, compiled=compiled)
-    return follow_costs(engine, drafter, costs), seconds
+    return follow_costs(drafter, costs), seconds
 
 
 def begin_policy(engine: Engine) -> None:
@@ -190,26 +188,4 @@ def begin_policy(engine: Engine) -> None:
         measurement = Measurement(engine, drafter)
         measurement.verify(1)  # which may read the weights from the disk
         costs = USUAL.scaled(measurement.verify(1))
-    follow_costs(engine, drafter, costs)
-
-
-def choose_plain_rows(
-    engine: Engine,
-    budget: float = 0.5,
-    gate: Gate = contextlib.nullcontext,
-    clock: Callable[[], float] = time.perf_counter,
-) -> int:
-    """Return the number of rows, 1 or 2, that makes a plain target pass faster on this machine.
-
-    Some bf16 CPU kernels are faster with two rows. Both are timed in turn for about `budget`
-    seconds.
-    """
-    if not engine.on_cpu or engine.runner.fixed_addresses:
-        return 1
-    measurement = Measurement(engine, None, gate=gate)
-    times: dict[int, list[float]] = {1: [], 2: []}
-    begin = clock()
-    while len(times[2]) < 4 or clock() - begin < budget:
-        for T in (1, 2):
-            times[T].append(measurement.verify(T))
-    return min(times, key=lambda T: statistics.median(times[T][1:]))  # the first one warms up
+    follow_costs(drafter, costs)

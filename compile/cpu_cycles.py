@@ -92,7 +92,7 @@ class NativeCycles:
         if spec.accept is not None or spec.rows > MAX_ROWS:
             return False
         if spec.shape is None:
-            return spec.rows == 1
+            return True
         if not self._draft.runs(drafter, spec):
             return False
         return not isinstance(drafter, EagleDrafter) or self._draft.reads(drafter.head)

@@ -137,7 +137,7 @@ class CapturedRunner(Runner):
             self._explain(error, None, (None, None))
 
     def compile_ahead(self, specs: Sequence[CycleSpec], drafter: Drafter | None) -> None:
-        wanted = {(spec.shape, spec.rows, spec.kind) for spec in specs}
+        wanted = {(spec.shape, spec.kind) for spec in specs}
         if not wanted <= self._compiled_ahead:
             with COMPILING:  # it waits for the device
                 compile_ahead(self.backend, drafter, specs, self.state)

@@ -96,7 +96,6 @@ class Measurement:
         lookup = _medians(times["lookup"]).get(0, 0.0)
         shape = None if self._drafter is None else self._drafter.shape
         costs = Costs(passes, one, level, 0.0, 0.0, lookup, chain)
-        self._engine.plain_rows = costs.plain_rows
         return dataclasses.replace(
             costs, other=round(self._other(shape), 4), plain_other=round(self._other(None), 4)
         )

@@ -255,7 +255,7 @@ def _chain(backend: Backend, head: EagleHead) -> tuple[Tensor, Tensor]:
     that are about equally likely, either may be drafted.
     """
     drafter, state = _drafting(backend, head)
-    spec = CycleSpec(GatedChain(LEVELS), 1 + LEVELS, PENDING, SamplingMode())
+    spec = CycleSpec(GatedChain(LEVELS), PENDING, SamplingMode())
     if not backend.drafts(drafter, spec):
         return torch.ones(1), torch.ones(1)
     proposal = backend.pieces.draft(state, drafter, spec)
@@ -300,7 +300,7 @@ def _commits(backend: Backend) -> tuple[Tensor, Tensor]:
             state = _state(backend.target)
             proposal = _proposal(state)
             state.sampling.load(params)
-            spec = CycleSpec(TreeShape(2, 2, 3), 4, 0, SamplingMode.of(params, vocab_size))
+            spec = CycleSpec(TreeShape(2, 2, 3), 0, SamplingMode.of(params, vocab_size))
             logits = _random(4, vocab_size, device=_device(backend))
             logits[0, proposal.tree.tokens[1]] = 40.0
             finish(state, spec, proposal, Output(logits, logits[:, :1]))

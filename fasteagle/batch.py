@@ -115,10 +115,10 @@ class Batch(Generic[Key, Item]):
         """
         engine = self._engine_for(prompt)
         first = self.engines[0].drafter
-        if engine is not self.engines[0]:
-            engine.plain_rows = self.engines[0].plain_rows
-            if first is None or engine.drafter is None or engine.drafter.origin is not first.origin:
-                engine.use(None if first is None else first.sibling())
+        if engine is not self.engines[0] and (
+            first is None or engine.drafter is None or engine.drafter.origin is not first.origin
+        ):
+            engine.use(None if first is None else first.sibling())
         self._make_room(engine, n_tokens)
         if self._running and not self._shared:
             self._shared = True

@@ -36,10 +36,8 @@ from fasteagle.verify import PAD
 class Engine(Context):
     """`Context` that answers prompts by prefill and decode cycles, and ends the answers.
 
-    Without a drafter, `plain_rows` is how many rows a pass computes: 2 where the kernels are faster
-    at two rows than at one; the second row is discarded. `backend` runs the model, by default the
-    core itself; `runner` is its part for this engine. Engines that share a `cache` take
-    turns: each must `restart` after another one has used it.
+    `backend` runs the model, by default the core itself; `runner` is its part for this engine.
+    Engines that share a `cache` take turns: each must `restart` after another one has used it.
     """
 
     def __init__(
@@ -59,16 +57,6 @@ class Engine(Context):
         other = Engine(self.model, self.max_seq_len, cache=cache, backend=self.backend)
         other.runner.share_compiled(self.runner)
         return other
-
-    @property
-    def plain_rows(self) -> int:
-        """Number of rows of a pass without a tree."""
-        return self.runner.plain_rows
-
-    @plain_rows.setter
-    def plain_rows(self, rows: int) -> None:
-        # Replayed passes of one and of two rows read the same weights: noise would choose.
-        self.runner.plain_rows = 1 if self.runner.fixed_addresses else rows
 
     def use(self, drafter: Drafter | None) -> None:
         """Draft with `drafter` from the next answer on; None: decode plainly."""
@@ -256,7 +244,7 @@ class Engine(Context):
         self, shape: AnyShape | None, kind: SamplingMode, shapes: Sequence[AnyShape] = ()
     ) -> CycleSpec:
         """Return the variant of a cycle with a tree of `shape`, one of `shapes` (the drafter's)."""
-        key = shape, kind, self.plain_rows
+        key = shape, kind
         if self.runner.ahead or key not in self._specs_of:
             self._specs_of[key] = self._new_spec(shape, kind, shapes)
         return self._specs_of[key]
@@ -267,7 +255,7 @@ class Engine(Context):
         drafter = self.drafter
         reads = drafter is not None and drafter.reads_features
         if shape is None:
-            return CycleSpec(None, self.plain_rows, int(reads), kind)
+            return CycleSpec(None, int(reads), kind)
         width = int(reads)
         if drafter is not None and reads and runs_head(shape):
             # Ahead of the host, the pairs of any tree may be pending.
@@ -276,7 +264,7 @@ class Engine(Context):
             if drafter.may_skip_head:
                 width = PENDING - 1 - shape.depth
         accept = None if drafter is None else drafter.accept_for(kind)
-        return CycleSpec(shape, shape.rows, width, kind, accept)
+        return CycleSpec(shape, width, kind, accept)
 
     def _most_pending(self, launched: deque[CycleSpec]) -> int:
         """Return the largest number of committed positions that the draft head has not seen."""

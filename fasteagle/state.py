@@ -20,7 +20,6 @@ from fasteagle.tree import DraftTree, Proposal
 from fasteagle.verify import Accepted
 
 MAX_DEPTH = 63  # longest path of a tree
-PLAIN_ROWS = 2  # most rows of a pass without a tree
 PENDING = 256  # most pairs stored for a draft head that is not run for a while
 READ_AT_ONCE = 32  # most of them that it reads in a cycle, one step of our CPU kernels
 
@@ -45,17 +44,21 @@ Accept = Callable[["DecodeState", "CycleSpec", Proposal, Tensor], Accepted]
 class CycleSpec:
     """Constants of one variant of the cycle; all else is a value on the device.
 
-    `shape` None is plain decoding: a tree of the root alone, padded to `rows` rows. `width` is the
-    number of pending pairs that the draft head is run on. Where it is not run (see `extends`),
-    `width` 1 means that pairs are stored for it, and 0 that the drafter reads no features. `accept`
-    chooses the accepted path; None is the path along the target's own samples.
+    `shape` None is plain decoding: a tree of the root alone. `width` is the number of pending pairs
+    that the draft head is run on. Where it is not run (see `extends`), `width` 1 means that pairs
+    are stored for it, and 0 that the drafter reads no features. `accept` chooses the accepted path;
+    None is the path along the target's own samples.
     """
 
     shape: AnyShape | None
-    rows: int
     width: int
     kind: SamplingMode
     accept: Accept | None = None
+
+    @property
+    def rows(self) -> int:
+        """Largest number of rows of the pass, root included."""
+        return 1 if self.shape is None else self.shape.rows
 
     @property
     def depth(self) -> int:
@@ -101,8 +104,7 @@ class DecodeState:
             return torch.zeros(size, dtype=torch.long, device=device)
 
         self.seq_len = ints()  # 0-d
-        self._root_rows = ints(PLAIN_ROWS)
-        self.root = self._root_rows[:1]
+        self.root = ints(1)
         self.count = ints(1)
         self.tokens = ints(PENDING)
         self.aux_layers: tuple[int, ...] = ()
@@ -134,10 +136,10 @@ class DecodeState:
             self.seen,
         ]
 
-    def root_alone(self, rows: int) -> DraftTree:
-        """Return the tree of plain decoding: the root and `rows` - 1 rows of padding."""
-        row = torch.arange(rows, device=self.root.device)
-        return DraftTree(self._root_rows[:rows], torch.zeros_like(row), row == 0)
+    def root_alone(self) -> DraftTree:
+        """Return the tree of plain decoding."""
+        only = torch.ones_like(self.root, dtype=torch.bool)
+        return DraftTree(self.root, torch.zeros_like(self.root), only)
 
     def committed(self, width: int) -> Committed:
         """Return the pairs that the draft head has not seen, padded to `width` rows."""

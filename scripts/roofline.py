@@ -180,7 +180,7 @@ def planned_rows(
                 check_tau(tau, row, tree)
             yield {
                 **{"name": row.label, "precision": name, "scheme": scheme, "dtype": dtype},
-                **{"lm_head_bits": head_bits, "context": settings["context"], "plain_rows": 1},
+                **{"lm_head_bits": head_bits, "context": settings["context"]},
                 **{"tree": tree and dataclasses.asdict(tree), "tau": tau if tree else 1.0},
             }
 
@@ -203,7 +203,7 @@ def row_cells(
         storage = storage_named(precision, config, head_bits)
         storage = dataclasses.replace(storage, element_bytes=ELEMENT_BYTES[row["dtype"]])
         work, tau = Workload(config, storage, round(row["context"])), row["tau"]
-        n_rows = row["plain_rows"] or 1 if tree is None else tree.rows
+        n_rows = 1 if tree is None else tree.rows
         spec = RowSpec.parse(row["name"])
     except (KeyError, TypeError) as error:
         raise FasteagleError(

@@ -328,7 +328,7 @@ def empty_state(target: Transformer, max_seq_len: int = 512) -> DecodeState:
 
 
 def spec_of(shape: AnyShape, width: int = 1, kind: SamplingMode | None = None) -> CycleSpec:
-    return CycleSpec(shape, shape.rows, width, kind or SamplingMode())
+    return CycleSpec(shape, width, kind or SamplingMode())
 
 
 def pairs(tokens, features, count: int | None = None) -> Committed:

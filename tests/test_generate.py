@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 import torch
 
-from fasteagle.compile.costs import choose_plain_rows
 from fasteagle.compile.measurement import Measurement
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import FasteagleError
@@ -66,33 +65,10 @@ def test_another_seed_gives_another_text(engine):
     assert tokens(engine, PROMPT, SAMPLED) != tokens(engine, PROMPT, other)
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED])
-def test_two_plain_rows_give_the_tokens_of_one(model, params):
-    one, two = Engine(model, 512), Engine(model, 512)
-    two.plain_rows = 2
-    assert tokens(one, PROMPT, params) == tokens(two, PROMPT, params)
-
-
-@pytest.mark.parametrize(("seconds", "faster"), [({1: 3.0, 2: 2.0}, 2), ({1: 2.0, 2: 3.0}, 1)])
-def test_plain_rows_are_those_of_the_faster_pass(engine, monkeypatch, seconds, faster):
-    """On a clock that only passes move; the first pass of each kind, which warms up, is slow."""
-    tokens(engine, PROMPT, n=2)
-    now, seen = [0.0], []
-
-    def verify(self, T):
-        taken = 100.0 * (faster == T and T not in seen) + seconds[T]
-        now[0] += taken
-        seen.append(T)
-        return 1e3 * taken
-
-    monkeypatch.setattr(Measurement, "verify", verify)
-    assert choose_plain_rows(engine, budget=130.0, clock=lambda: now[0]) == faster
-    assert seen == [1, 2] * 6
-
-
-def test_choosing_plain_rows_leaves_the_conversation_alone(engine, model):
+def test_timing_passes_leaves_the_conversation_alone(engine, model):
     before = tokens(engine, PROMPT, n=10)
-    choose_plain_rows(engine, budget=0.0)
+    for rows in (1, 2):
+        Measurement(engine, None).verify(rows)
     again = tokens(engine, PROMPT + before, n=10)
     assert engine.stats.cached_tokens == len(PROMPT) + 9
     assert again == tokens(Engine(model, 512), PROMPT + before, n=10)

@@ -14,7 +14,7 @@ import torch
 
 from fasteagle.compile import BlockCompiler
 from fasteagle.compile.blocks import configure, start_compiler
-from fasteagle.compile.costs import choose_plain_rows, costs_of, follow_costs, tunable
+from fasteagle.compile.costs import costs_of, follow_costs, tunable
 from fasteagle.compile.cycles import CycleCompiler
 from fasteagle.drafting.base import Drafter
 from fasteagle.errors import first_line, note
@@ -160,8 +160,6 @@ class Preparation:
             with self._running:
                 self._compiler.apply()
             if drafter is None:
-                if engine.drafter is None:
-                    engine.plain_rows = choose_plain_rows(engine, gate=lambda: self._running)
                 return
             costs, seconds = costs_of(
                 engine,
@@ -174,7 +172,7 @@ class Preparation:
             if seconds:
                 self._news.append(f"[tuned in {seconds:.1f} s; /stats shows the tree]")
             with self._running:
-                follow_costs(engine, drafter, costs)
+                follow_costs(drafter, costs)
                 if engine.drafter is drafter:  # not switched off in the meantime
                     engine.prepare(self._params)
 

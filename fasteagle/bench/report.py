@@ -64,7 +64,6 @@ def build_report(
             "tree": dataclasses.asdict(row.tree) if row.tree else None,
             "auto": row.auto,
             "auto_shares": row.auto_shares,
-            "plain_rows": row.plain_rows,
             **_parts(row),
             **_acceptance(row),
         }

@@ -111,7 +111,6 @@ class Row:
     simulated_tau: float | None = None
     questions: list[list[Turn]] = dataclasses.field(default_factory=list)
     peak_bytes: int = 0
-    plain_rows: int | None = None
 
     def finish(self) -> None:
         """Note what the decoder drafted, and let go of its model."""

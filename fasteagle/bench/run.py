@@ -23,7 +23,7 @@ from fasteagle.bench.row_spec import RIVALS, RowSpec
 from fasteagle.bench.rows import Decoder, LLMDecoder, Row
 from fasteagle.bench.simulate import check_simulated, dummy_drafter
 from fasteagle.compile.blocks import compile_now
-from fasteagle.compile.costs import choose_plain_rows, tune_now
+from fasteagle.compile.costs import tune_now
 from fasteagle.compile.int8_cache import cache_bytes
 from fasteagle.device import TORCH_DTYPES, available_bytes, give_back, pick_device, pick_dtype
 from fasteagle.drafting.base import Drafter
@@ -215,15 +215,12 @@ def _drafter(
 
 
 def _tune(rows: Sequence[Row], options: BenchOptions, kind: SamplingMode) -> None:
-    """Compile what our rows run, and choose the trees and the plain passes that pay."""
+    """Compile what our rows run, and choose the trees that pay."""
     ours = [(row, row.decoder.engine) for row in rows if isinstance(row.decoder, LLMDecoder)]
     if options.compile and all(compile_now(engine, options.params) for _, engine in ours):
         for row, engine in ours:
             if tuned := tune_now(engine, note, kind, compiled=True):
                 note(f"{row.precision}: tuned in {tuned[1]:.1f} s (0: by an earlier run)")
-    for row, engine in ours:
-        if row.name == "plain":
-            row.plain_rows = engine.plain_rows = choose_plain_rows(engine)
 
 
 def warm_up(rows: Sequence[Row], question: Question, tokenizer: ChatTokenizer) -> None:

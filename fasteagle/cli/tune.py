@@ -31,7 +31,7 @@ def run_tune(model: str, runtime_options: RuntimeOptions, draft: DraftOptions) -
     text = llm.tokenizer.encode(questions)[: engine.max_seq_len // 2]
     engine.prefill(text)  # the rows that are timed repeat its tokens
     costs, seconds = costs_of(engine, drafter, note, anew=True, compiled=compiled)
-    policy = follow_costs(engine, drafter, costs)
+    policy = follow_costs(drafter, costs)
     assert drafter.tuning is not None, "or it were not tunable"
     print_costs(policy.costs)
     print_sizes(policy)

@@ -84,7 +84,7 @@ def draft(
     Where the draft head is not run, its prediction is None.
     """
     if spec.shape is None or drafter is None:
-        return Proposal.of(state.root_alone(spec.rows), relate=relate)
+        return Proposal.of(state.root_alone(), relate=relate)
     prediction = None
     if spec.extends:
         prediction = drafter.extend(state.committed(spec.width), state.seq_len)

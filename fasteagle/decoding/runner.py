@@ -40,7 +40,6 @@ class Runner:
     accompanied = False  # whether there are other engines whose cycles run beside
     ahead = 0  # cycles that the device has still to run when one is read
     at_once = 1  # cycles that one call may run
-    plain_rows = 1  # rows of a pass without a tree
     fixed_addresses = False  # whether caches must not move: they have their full size then
     few_rows = 0  # up to so many rows of a prompt are replayed passes of 64
 
@@ -53,7 +52,7 @@ class Runner:
         self.queued: list[Launch] = []  # launched and not run, in order
         self._failure: Exception | None = None  # of a pass that was run together
         self._proposal: Proposal
-        self._plain: dict[int, Proposal] = {}  # by number of rows
+        self._plain: Proposal | None = None
 
     @property
     def error(self) -> str | None:
@@ -205,18 +204,17 @@ class Runner:
     def _plain_draft(
         self, state: DecodeState, drafter: Drafter | None, spec: CycleSpec
     ) -> Proposal:
-        """Return the proposal of plain decoding, which is made once for each number of rows."""
-        if spec.rows not in self._plain:
-            self._plain[spec.rows] = EAGER.draft(state, None, spec)
-        return self._plain[spec.rows]
+        """Return the proposal of plain decoding, which is made once."""
+        if self._plain is None:
+            self._plain = EAGER.draft(state, None, spec)
+        return self._plain
 
     def _without_padding(self, draft: Draft) -> Draft:
         """Return `draft` without trailing padding rows, so that the pass is cheaper on a CPU."""
 
         def shorter(state: DecodeState, drafter: Drafter | None, spec: CycleSpec) -> Proposal:
             proposal = draft(state, drafter, spec)
-            n = int(proposal.tree.valid.nonzero()[-1]) + 1
-            return proposal.first_rows(max(n, min(self.plain_rows, len(proposal.depths))))
+            return proposal.first_rows(int(proposal.tree.valid.nonzero()[-1]) + 1)
 
         return shorter
 

@@ -37,13 +37,8 @@ class Costs:
 
     @property
     def plain(self) -> float:
-        """Time of a plain cycle: a pass of one row, or of two where that is faster."""
-        return min(self.passes[1], self.passes[2]) + self.plain_other
-
-    @property
-    def plain_rows(self) -> int:
-        """Number of rows of a plain pass: 1, or 2 where that is faster."""
-        return 1 if self.passes[1] <= self.passes[2] else 2
+        """Time of a plain cycle, whose pass has one row."""
+        return self.passes[1] + self.plain_other
 
     def verify(self, rows: int) -> float:
         """Return the time of a pass of `rows` rows, interpolated; infinite past the timed sizes."""
@@ -88,7 +83,7 @@ class Costs:
         numbers = [other, plain_other, lookup]
         for table in (passes, first_level, level, chain):
             numbers += table.values()
-        if not {1, 2} <= set(passes) or not all(0 <= n < math.inf for n in numbers):
+        if 1 not in passes or not all(0 <= n < math.inf for n in numbers):
             raise ValueError("not a table of times")
         return cls(passes, first_level, level, other, plain_other, lookup, chain)
 

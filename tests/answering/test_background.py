@@ -159,7 +159,7 @@ def test_another_way_to_draw_is_compiled_in_the_background(target, compiler, mon
         assert asked == [(other, True), (other, False)]
         del asked[:]
     drafter.tuning = Tuning(tmp_path / "costs.json", DEFAULT_RANKS)
-    tuner.follow_costs(engine, drafter, costs())  # it may choose other trees from now on
+    tuner.follow_costs(drafter, costs())  # it may choose other trees from now on
     with preparation.answering(GREEDY):
         pass
     assert asked == [(drafter, True)]

@@ -108,7 +108,7 @@ def test_batches_with_what_fits_the_card(roofline):
 
 def row(name, **values):
     usual = {"precision": "int4", "tree": None, "dtype": "bf16", "scheme": "int4-g128-hqq"}
-    usual |= {"lm_head_bits": 8, "plain_rows": None, "context": 99.6, "tau": 1.0, "tok_s": 5.0}
+    usual |= {"lm_head_bits": 8, "context": 99.6, "tau": 1.0, "tok_s": 5.0}
     return {"name": name, **usual, **values}
 
 
@@ -121,13 +121,13 @@ def test_a_record_is_predicted_under_its_own_conditions(roofline, tmp_path):
     tree = {"depth": 3, "topk": 3, "nodes": 8}
     rows = [
         row("hf", precision="bf16", scheme=None, lm_head_bits=None),
-        row("plain", plain_rows=2, verify_ms=9.0, draft_ms=0.0),
+        row("plain", verify_ms=9.0, draft_ms=0.0),
         row("eagle", tree=tree, tau=2.0, tok_s=200.0, simulated=True, verify_ms=9.0, draft_ms=1.0),
     ]
     path = tmp_path / "r.json"
     hf, plain, eagle = cells(roofline(*record(path, *rows), "--device", "3090")).values()
     assert hf["verify ms measured"] == "-" and hf["tok/s measured"].startswith("5.00 (")
-    assert plain["verify ms"].endswith("(T=2)") and plain["draft ms measured"] == "-"
+    assert plain["verify ms"].endswith("(T=1)") and plain["draft ms measured"] == "-"
     assert eagle["verify ms"].endswith("(T=9)") and eagle["context"] == "100"
     assert eagle["tok/s measured"].endswith("*simulated*") and eagle["tau"] == "2.00"
     times = 9.0 / float(eagle["verify ms"].split()[0])

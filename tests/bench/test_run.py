@@ -78,7 +78,6 @@ def test_hf_and_plain_give_the_same_greedy_tokens_in_fp32(tiny_dir, questions, m
     assert plain["tokens"] == sum(map(len, plain["outputs"]))
     assert plain["speedup_vs_plain"] == 1.0 and hf["speedup_vs_plain"] > 0
     assert plain["tau"] == hf["tau"] == 1.0
-    assert plain["plain_rows"] in (1, 2) and hf["plain_rows"] is None
     for row in report["rows"]:
         assert row["mbu"] > 0 and not row["simulated"] and row["tree"] is None
         assert 0 < row["p50_ms"] <= row["p99_ms"]

@@ -42,7 +42,7 @@ def test_turns_at_a_full_context(tmp_path):
     drafter.tuning = Tuning(tmp_path / "costs.json", DEFAULT_RANKS)
     engine.use(drafter)
     assert compile_now(engine)
-    follow_costs(engine, drafter, costs())
+    follow_costs(drafter, costs())
     notes: list[str] = []
     llm = LLM("letters", engine, Letters(60))
     session = ChatSession(llm, SamplingParams(), AnswerOptions(24), notify=notes.append)

@@ -16,7 +16,6 @@ import torch
 from fasteagle import __version__
 from fasteagle.compile import cycles
 from fasteagle.compile.costs import (
-    choose_plain_rows,
     conditions,
     costs_of,
     follow_costs,
@@ -37,7 +36,7 @@ from fasteagle.generate import Engine
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import FusedShape, GatedChain, TreeShape
-from helpers import ROWS, captured_engine, costs, generated, pairs, random_head, tuned_engine
+from helpers import captured_engine, costs, generated, pairs, random_head, tuned_engine
 
 GREEDY = SamplingParams()
 
@@ -85,7 +84,7 @@ def test_compiling_teaches_the_lookup_nothing(target, monkeypatch):
 def test_pausing_and_drafting_in_turn_changes_no_token(engine, target):
     expected = generated(Engine(target, 512), 200)
     # Trees are dear here, and little is accepted: pauses and probes follow.
-    policy = follow_costs(engine, engine.drafter, costs())
+    policy = follow_costs(engine.drafter, costs())
     learn = policy.learn
     policy.learn = lambda shape, outcome: learn(
         shape, outcome._replace(ms=10.0 if shape is None else 30.0)
@@ -216,7 +215,7 @@ def test_a_table_without_chains_is_measured_anew_where_chains_are_drafted(target
     chains = dataclasses.replace(costs(), first_level={}, level={}, chain={1: 0.5, 8: 3.0})
     store_costs(engine, drafter, chains, 1.0)
     assert load_costs(engine, drafter, lines.append) == chains
-    assert follow_costs(engine, drafter, chains).speed > 0
+    assert follow_costs(drafter, chains).speed > 0
 
 
 def test_a_full_disk_loses_no_measured_costs(engine, monkeypatch):
@@ -260,15 +259,6 @@ def test_costs_under_other_conditions_are_not_used(engine, said, change):
     store_costs(engine, drafter, chains, 1.0)
     change(drafter, engine)
     assert load_costs(engine, drafter, lines.append) is None and said in lines[0]
-
-
-def test_costs_decide_the_rows_of_plain_passes(engine, target, monkeypatch):
-    """Where passes are replayed they have one, and nothing is timed."""
-    for faster, ms in ((2, 9.0), (1, 10.0)):
-        follow_costs(engine, engine.drafter, costs(ROWS | {2: ms}))
-        assert engine.plain_rows == faster
-    monkeypatch.setattr(Measurement, "verify", lambda self, T: pytest.fail("timed"))
-    assert choose_plain_rows(captured_engine(target, 512)) == 1
 
 
 def test_compiled_code_is_put_in_place_at_the_gate(engine, monkeypatch):

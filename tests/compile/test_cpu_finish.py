@@ -138,7 +138,7 @@ def test_the_end_of_a_cycle_leaves_the_same_state(target, case, params, wrong, w
             sources = torch.randint(1, (HEAD | LOOKUP) + 1, (rows,), generator=generator)
             sources[0] = 0
             tree = tree._replace(sources=sources)
-        spec = CycleSpec(shape, rows, width, SamplingMode.of(params, 60))
+        spec = CycleSpec(shape, width, SamplingMode.of(params, 60))
         proposal = Proposal.of(tree, attempt % 2 == 1)  # whether the pending pairs were read
         states = [state_of(target, 40 + attempt, aux_layers=aux_layers) for _ in range(2)]
         output = output_for(tree, target, generator, states[0], wrong)
@@ -166,7 +166,7 @@ def test_tensors_of_a_state_may_be_replaced_between_two_cycles(target):
     """The cache grows with the text, and another drafter reads other features."""
     generator = torch.Generator().manual_seed(0)
     shape, rows, _ = CASES[2]
-    spec = CycleSpec(shape, rows, 9, SamplingMode())
+    spec = CycleSpec(shape, 9, SamplingMode())
     states = [state_of(target, 40) for _ in range(2)]
     for layers in ((), (0, 2)):
         for state in states:
@@ -207,7 +207,7 @@ def test_tensors_of_a_state_may_be_replaced_between_two_cycles(target):
 )
 def test_drawn_tokens_are_those_of_sampling(target, V, spread, params):
     """For ties and tokens that a grammar forbids, too, and with any number of threads."""
-    spec = CycleSpec(None, 1, 0, SamplingMode.of(params, V))
+    spec = CycleSpec(None, 0, SamplingMode.of(params, V))
     generator = torch.Generator().manual_seed(V)
     drawn = set()
     for attempt in range(6):
@@ -228,7 +228,7 @@ def test_drawn_tokens_are_those_of_sampling(target, V, spread, params):
             state.root.zero_()
             state.seen = seen.clone()
             torch.set_num_threads(threads)
-            finish(state, spec, Proposal.of(state.root_alone(1)), Output(logits, logits[:, :1]))
+            finish(state, spec, Proposal.of(state.root_alone()), Output(logits, logits[:, :1]))
             torch.set_num_threads(before)
             assert int(state.root) == expected
         drawn.add(expected)
@@ -240,10 +240,10 @@ def test_drawn_tokens_are_those_of_sampling(target, V, spread, params):
 def test_scores_beyond_fp32_are_no_token(target, params, largest):
     """A temperature below one makes infinities of finite logits."""
     params = dataclasses.replace(params, temperature=0.7)
-    spec, state = CycleSpec(None, 1, 0, SamplingMode.of(params, 60)), state_of(target, 5)
+    spec, state = CycleSpec(None, 0, SamplingMode.of(params, 60)), state_of(target, 5)
     state.sampling.load(params)
     logits = torch.full((1, 60), largest)
-    finish(state, spec, Proposal.of(state.root_alone(1)), Output(logits, logits[:, :1]))
+    finish(state, spec, Proposal.of(state.root_alone()), Output(logits, logits[:, :1]))
     assert int(state.result[0]) == BAD_ROW
 
 
@@ -281,7 +281,7 @@ def test_logits_in_another_type_are_the_cores(target):
     """Such as those of an LM head in bf16."""
     proposal = Proposal.of(random_tree(4, 60, torch.Generator().manual_seed(0)))
     logits = torch.randn(4, 60, generator=torch.Generator().manual_seed(1)).bfloat16()
-    spec, results = CycleSpec(TreeShape(3, 2, 3), 4, 0, SamplingMode()), []
+    spec, results = CycleSpec(TreeShape(3, 2, 3), 0, SamplingMode()), []
     for finish in (NativeFinish(), EAGER.finish):
         state = state_of(target, 20)
         finish(state, spec, proposal, Output(logits, logits[:, :1]))

@@ -158,7 +158,7 @@ def test_the_policy_steers_captured_cycles_too(target, head, tmp_path, ahead):
     drafter = EagleDrafter(head, TreeShape(3, 3, 8), 512)
     drafter.tuning = Tuning(tmp_path / "costs.json", DEFAULT_RANKS)
     engine.use(drafter)
-    policy = follow_costs(engine, drafter, costs())
+    policy = follow_costs(drafter, costs())
     learn = policy.learn
     policy.learn = lambda shape, outcome: learn(  # trees are dear here
         shape, outcome._replace(ms=10.0 if shape is None else 40.0)

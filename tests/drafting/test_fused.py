@@ -192,7 +192,7 @@ def test_without_a_repetition_the_tree_is_eagles(target, head):
     trees = []
     for drafter in (eagle, both):
         state, prediction = begun(target, drafter, text)
-        spec = CycleSpec(drafter.shape, 9, 4, SamplingMode())
+        spec = CycleSpec(drafter.shape, 4, SamplingMode())
         trees.append(drafter.propose(prediction, state, spec))
     assert trees[0].tokens.tolist() == trees[1].tokens.tolist()
     assert trees[0].parents.tolist() == trees[1].parents.tolist()
@@ -203,7 +203,7 @@ def test_a_long_repetition_is_copied_below_eagles_leaves(target, head):
     drafter = FusedDrafter(head, FusedShape(2, 2, 10, 8), 512)
     text = [*range(3, 30), *range(3, 13)]
     state, prediction = begun(target, drafter, text)
-    tree = drafter.propose(prediction, state, CycleSpec(drafter.shape, 11, 3, SamplingMode()))
+    tree = drafter.propose(prediction, state, CycleSpec(drafter.shape, 3, SamplingMode()))
     paths = as_paths(tree)
     assert tuple(range(13, 21)) in paths  # all eight
     _, depths = ancestor_mask(tree.parents, tree.valid)
@@ -215,7 +215,7 @@ def test_what_followed_teaches_the_table(target, head):
     drafter = FusedDrafter(head, FusedShape(0, 1, 8, 8), 512)
     text = [*range(3, 30), *range(3, 13)]
     state, _ = begun(target, drafter, text)
-    spec = CycleSpec(drafter.shape, 9, 1, SamplingMode())
+    spec = CycleSpec(drafter.shape, 1, SamplingMode())
     before = [tensor.clone() for tensor in drafter.advanced]
     drafter.propose(None, state, spec)
     assert torch.equal(drafter.lookup.table, before[0])
@@ -235,7 +235,7 @@ def test_a_corpus_is_looked_up_too(target, head):
     corpus = Corpus([[40, 41, 42, 43, 44, 45, 46]], "cpu")
     drafter = FusedDrafter(head, FusedShape(2, 2, 10, 8), 512, lookup=Lookup(corpus=corpus))
     state, prediction = begun(target, drafter, [1, 2, 40, 41, 42])
-    tree = drafter.propose(prediction, state, CycleSpec(drafter.shape, 11, 3, SamplingMode()))
+    tree = drafter.propose(prediction, state, CycleSpec(drafter.shape, 3, SamplingMode()))
     assert (43, 44, 45, 46) in as_paths(tree)
 
 
@@ -253,9 +253,7 @@ def test_it_compiles_whole_and_draws_nothing_on_the_host(target, head):
             propose = drafter.propose
             if compiled:
                 propose = torch.compile(propose, fullgraph=True, backend="eager")
-            tree = propose(
-                prediction if shape.levels else None, state, CycleSpec(shape, 0, 4, kind)
-            )
+            tree = propose(prediction if shape.levels else None, state, CycleSpec(shape, 4, kind))
             found.append([*tree[:3], *drafter.advanced])
         assert all(map(torch.equal, *found))
     torch._dynamo.reset()

@@ -186,6 +186,6 @@ def test_a_chain_ends_with_the_document_it_quotes():
     state.text[:2] = torch.tensor([9, 4])
     state.seq_len.fill_(1)
     state.root.fill_(4)
-    tree = drafter.propose(None, state, CycleSpec(drafter.shape, 4, 0, SamplingMode()))
+    tree = drafter.propose(None, state, CycleSpec(drafter.shape, 0, SamplingMode()))
     assert tree.tokens.tolist() == [4, 5, 0, 0]
     assert tree.valid.tolist() == [True, True, False, False]
