@@ -12,8 +12,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from fasteagle.compile.cpu_blocks import MAX_ROWS
 from fasteagle.compile.cpu_draft import LOOKING_UP, NativeDraft, Text
-from fasteagle.compile.cpu_pass import MAX_ROWS, NativeFinish, NativePass
+from fasteagle.compile.cpu_pass import NativeFinish, NativePass
 from fasteagle.decoding.backend import Backend
 from fasteagle.decoding.cycle import Pieces
 from fasteagle.decoding.launch import Done, End, Launch, variant_of

@@ -94,15 +94,10 @@ class NativeDraft:
         return isinstance(drafter, NgramDrafter)
 
     def __call__(self, state: DecodeState, drafter: Drafter | None, spec: CycleSpec) -> Proposal:
-        if not isinstance(spec.shape, GatedChain):
+        if not self.runs(drafter, spec):
             return EAGER.draft(state, drafter, spec)
-        if (copied := self._copied(state, drafter, spec)) is not None:
-            return copied
-        if not isinstance(drafter, EagleDrafter) or (native := self.of(drafter.head)) is None:
-            return EAGER.draft(state, drafter, spec)
-        text = Text(state, drafter, spec)
-        [(tokens, paths)] = native.draft([text], *text.rule)
-        return self._of_head(state, tokens, paths)
+        [proposal], _ = self.together([Text(state, drafter, spec)])
+        return proposal
 
     def together(self, texts: Sequence[Text]) -> tuple[list[Proposal], list[float]]:
         """Return the proposal of each text, and the seconds of each.
@@ -118,10 +113,8 @@ class NativeDraft:
             copied = self._copied(*text)
             if copied is not None:
                 proposals[i] = copied
-            elif isinstance(text.drafter, EagleDrafter):
-                shared[text.drafter.head, text.rule].append(i)
             else:
-                proposals[i] = EAGER.draft(*text)
+                shared[text.eagle.head, text.rule].append(i)
             seconds[i] = time.perf_counter() - begin
         parts = [
             (head, rule, of_rule[at : at + MAX_ROWS])
@@ -133,8 +126,10 @@ class NativeDraft:
             native = self.of(head)
             assert native is not None, "see runs"
             chains = native.draft([texts[i] for i in places], *rule)
-            for i, chain_of_head in zip(places, chains, strict=True):
-                proposals[i] = self._of_head(texts[i].state, *chain_of_head)
+            for i, (tokens, paths) in zip(places, chains, strict=True):
+                proposal = self.proposal(texts[i].state, tokens, HEAD)
+                promised = tuple(paths.tolist()[: len(tokens)])
+                proposals[i] = proposal._replace(promised=promised)
             share = (time.perf_counter() - begin) / len(places)
             for i in places:
                 seconds[i] += share
@@ -148,11 +143,6 @@ class NativeDraft:
             return None
         copied = look_up(state, drafter, spec.depth)
         return None if copied is None else self.proposal(state, copied, LOOKUP)
-
-    def _of_head(self, state: DecodeState, tokens: Tensor, paths: Tensor) -> Proposal:
-        """Return the proposal of the draft head's chain."""
-        promised = tuple(paths.tolist()[: len(tokens)])
-        return self.proposal(state, tokens, HEAD)._replace(promised=promised)
 
     def reads(self, head: EagleHead) -> bool:
         """Return whether the kernels make the features that the draft head's block reads, too."""

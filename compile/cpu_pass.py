@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from fasteagle.compile.cpu_blocks import NativeBlocks
+from fasteagle.compile.cpu_blocks import MAX_ROWS, NativeBlocks
 from fasteagle.decoding.cycle import EAGER
 from fasteagle.decoding.launch import End
 from fasteagle.decoding.together import groups, split
@@ -26,7 +26,6 @@ from fasteagle.sampling import SamplingMode
 from fasteagle.state import CycleSpec, DecodeState
 from fasteagle.tree import Proposal
 
-MAX_ROWS = 32  # rows of one call
 DTYPES = (torch.float32, torch.bfloat16)  # of features and embeddings
 PLAIN_GREEDY, GREEDY = SamplingMode(), Sampling()  # without a penalty
 
@@ -64,19 +63,23 @@ class NativePass:
         )
 
     def __call__(self, state: DecodeState, target: Target, proposal: Proposal) -> Output:
-        tree, _, depths, paths = proposal[:4]
-        if len(depths) > MAX_ROWS:
+        if len(proposal.depths) > MAX_ROWS:
             return EAGER.verify(state, target, proposal)
-        logits, features, aux_states = self._target.run(
-            tree.tokens,
-            state.seq_len,
-            paths,
-            depths,
-            state.cache.rows,
-            state.aux_layers,
+        return self._run([state], [proposal])
+
+    def _run(self, states: Sequence[DecodeState], proposals: Sequence[Proposal]) -> Output:
+        """Return the output for the rows of all proposals, in order, at most `MAX_ROWS`."""
+        aux_layers = states[0].aux_layers
+        logits, features, aux_states = self._target.run_together(
+            [proposal.tree.tokens for proposal in proposals],
+            [state.seq_len for state in states],
+            [proposal.paths for proposal in proposals],
+            [proposal.depths for proposal in proposals],
+            [state.cache.rows for state in states],
+            aux_layers,
             self._weight,
         )
-        return Output(logits, features, aux_states if state.aux_layers else None)
+        return Output(logits, features, aux_states if aux_layers else None)
 
     def cycles(self, ends: Sequence[End], n: int, *how: Any) -> list[list[Any]]:
         """Return the results of `n` cycles of each text: `cycles` in `quant/cpu/ops.cpp`."""
@@ -89,23 +92,13 @@ class NativePass:
     ) -> list[Output]:
         """Return the output of each proposal, `MAX_ROWS` rows of them in a pass."""
         outputs: list[Output] = []
-        for begin, end in groups([len(proposal.depths) for proposal in proposals], MAX_ROWS):
-            own, trees = states[begin:end], proposals[begin:end]
+        rows = [len(proposal.depths) for proposal in proposals]
+        for begin, end in groups(rows, MAX_ROWS):
             if end == begin + 1:
-                outputs.append(self(own[0], target, trees[0]))
-                continue
-            aux_layers = own[0].aux_layers
-            logits, features, aux_states = self._target.run_together(
-                [proposal.tree.tokens for proposal in trees],
-                [state.seq_len for state in own],
-                [proposal.paths for proposal in trees],
-                [proposal.depths for proposal in trees],
-                [state.cache.rows for state in own],
-                aux_layers,
-                self._weight,
-            )
-            output = Output(logits, features, aux_states if aux_layers else None)
-            outputs += split(output, [len(proposal.depths) for proposal in trees])
+                outputs.append(self(states[begin], target, proposals[begin]))
+            else:
+                output = self._run(states[begin:end], proposals[begin:end])
+                outputs += split(output, rows[begin:end])
         return outputs
 
 

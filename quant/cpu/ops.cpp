@@ -265,7 +265,6 @@ TORCH_LIBRARY(FASTEAGLE_NAMESPACE, m) {
   m.class_<Target>("Target")
       .def(torch::init<std::vector<Tensor>, std::vector<Tensor>, int64_t, int64_t, double>())
       .def("cycles", &cycles)
-      .def("run", &Target::run)
       .def("run_together", &Target::run_together);
   m.def("forbid(Tensor(a!) logits, Tensor words) -> ()");
   m.def("likeliest(Tensor row, int token, int n) -> (float, Tensor, Tensor)");

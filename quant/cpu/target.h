@@ -56,16 +56,10 @@ struct Target : torch::CustomClassHolder {
     check_widths(blocks);
   }
 
-  // Returns logits [T, V] in fp32, features [T, D] like `features_like`, and the input of the
-  // auxiliary layers [T, R * D] in fp32. `rows` are the planes of the cache [2 L, G, S, E].
-  std::tuple<Tensor, Tensor, Tensor> run(Tensor tokens, Tensor seq_len, Tensor paths, Tensor depths,
-                                         Tensor rows, std::vector<int64_t> aux_layers,
-                                         Tensor features_like) const {
-    return run_together({tokens}, {seq_len}, {paths}, {depths}, {rows}, aux_layers, features_like);
-  }
-
-  // Runs the trees of several sequences in one pass, each after the text in its own cache. Returns
-  // the rows of all, in order, as `run`.
+  // Runs the trees of one or several sequences in one pass, each after the text in its own cache.
+  // Returns, of the rows of all, in order, logits [T, V] in fp32, features [T, D] like
+  // `features_like`, and the input of the auxiliary layers [T, R * D] in fp32. `caches` are planes
+  // [2 L, G, S, E].
   std::tuple<Tensor, Tensor, Tensor> run_together(
       std::vector<Tensor> tokens, std::vector<Tensor> seq_lens, std::vector<Tensor> paths,
       std::vector<Tensor> depths, std::vector<Tensor> caches, std::vector<int64_t> aux_layers,

@@ -8,7 +8,8 @@ import torch
 from fasteagle.compile import cpu_pass
 from fasteagle.compile.backend import choose_backend
 from fasteagle.compile.cpu_backend import CpuBackend
-from fasteagle.compile.cpu_pass import MAX_ROWS, NativeFinish, why_not
+from fasteagle.compile.cpu_blocks import MAX_ROWS
+from fasteagle.compile.cpu_pass import NativeFinish, why_not
 from fasteagle.decoding.cycle import EAGER
 from fasteagle.loading.source import quantize_
 from fasteagle.quant.cpu_linear import NativeLinear
@@ -154,7 +155,8 @@ def test_what_does_not_fit_the_pass_is_refused(target):
             "aux_layers": [],
             "like": target.norm.weight,
         }
-        return native._target.run(*(arguments | changes).values())
+        *tensors, aux_layers, like = (arguments | changes).values()
+        return native._target.run_together(*([tensor] for tensor in tensors), aux_layers, like)
 
     run()
     with pytest.raises(RuntimeError, match="position 6 of 6|slot|position"):
