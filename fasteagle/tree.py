@@ -75,7 +75,7 @@ class TreeView(NamedTuple):
             committed = committed & (key >= self.seq_len + first)
             seen = seen & (depth >= first)
         # A row that is no ancestor is replaced by the row itself, which it sees anyway.
-        rows = torch.where(seen, self.paths, key[:T].unsqueeze(1))
+        rows = torch.where(seen, self.paths, self.paths.gather(1, depths))
         return committed.clone().scatter_(1, self.seq_len + rows, True)
 
 

@@ -1,4 +1,4 @@
-"""Drafting with a draft head: its KV cache, the committed pairs, and one level of a tree.
+"""Drafting with a cache of its own, a draft head's: the committed pairs, one level of a tree.
 
 Shapes: W rows of the draft head in one step, D model dim, S draft cache slots, V draft vocabulary,
 B texts that draft together: one, whose length may be 0-d, or several, whose rows lie one text after
@@ -28,10 +28,50 @@ class Prediction(NamedTuple):
 
 
 class RankingDrafter(Drafter):
-    """Base class of drafters that score a node's children by logits over `target_ids`."""
+    """Base class of drafters that score a node's children by logits over `target_ids`.
+
+    They run over the committed pairs and over a tree's nodes, with a cache of their own.
+    """
 
     noise: str
     target_ids: Tensor
+    cache: KVCache
+    window: int | None  # of their attention
+
+    @property
+    def caches(self) -> list[KVCache]:
+        return [self.cache]
+
+    def _slot(self, n_pairs: Tensor) -> Tensor:
+        """Return the slot of the cache after `n_pairs` committed pairs."""
+        return n_pairs
+
+    def _run(
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        view: TreeView,
+        last: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return logits and features of tree nodes [W], or of the rows `last` [B] of pairs [W]."""
+        raise NotImplementedError
+
+    def extend(self, new: Committed, seq_len: Tensor) -> Prediction:
+        """Run the committed pairs: as many rows of each text.
+
+        Rows past `count` [B] are padding, whose cache rows are overwritten before they are read.
+        """
+        B = len(new.count)
+        W, device = len(new.tokens) // B, seq_len.device
+        start = self._slot(seq_len - new.count.view(seq_len.shape))
+        row = torch.arange(W, device=device)
+        chain = row.to(torch.int32).expand(W, W).repeat(B, 1)
+        view = TreeView(start, chain, row.repeat(B), self.window)
+        last = new.count - 1 + W * torch.arange(B, device=device)
+        rows = (start.view(B, 1) + row).flatten()
+        return Prediction(*self._run(new.tokens, new.features, rows, rows, view, last))
 
     def step(
         self,
@@ -48,7 +88,13 @@ class RankingDrafter(Drafter):
         has the tree rows of each node's ancestors and, last, its own: `first` and the next ones.
         All nodes of a level share a position, as in the public implementation.
         """
-        raise NotImplementedError
+        begin = self._slot(seq_len)
+        view = TreeView(begin, paths, torch.full_like(tokens, level), self.window)
+        starts = begin.view(-1, 1)
+        nodes = torch.arange(len(tokens) // len(starts), device=tokens.device)
+        positions = (starts + level).repeat(1, len(nodes)).flatten()
+        slots = (starts + first + nodes).flatten()
+        return self._run(tokens, features, positions, slots, view)
 
     def top_children(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Return draft ids and log-probabilities [W, k] of each row's best children."""
@@ -94,17 +140,13 @@ class HeadDrafter(RankingDrafter):
         self.cache = KVCache(head.config.block, 1, weight.dtype, weight.device)
         self.target_ids = head.target_ids()
         self.aux_layers = head.config.aux_layers
-        self._window = head.config.block.sliding_window
+        self.window = head.config.block.sliding_window
 
     def apart(self) -> Self:
         other = super().apart()
         rows = self.cache.rows
         other.cache = KVCache(self.head.config.block, 1, rows.dtype, rows.device)
         return other
-
-    @property
-    def caches(self) -> list[KVCache]:
-        return [self.cache]
 
     @property
     def tree_rows(self) -> int:
@@ -115,40 +157,19 @@ class HeadDrafter(RankingDrafter):
         deepest = max(shape.depth for shape in self.shapes())
         self.cache.resize(n_tokens + self.tree_rows + deepest + 1)
 
-    def extend(self, new: Committed, seq_len: Tensor) -> Prediction:
-        """Run the committed pairs through the draft head: as many rows of each text.
-
-        Rows past `count` [B] are padding, whose cache rows are overwritten before they are read.
-        """
-        B = len(new.count)
-        W, device = len(new.tokens) // B, seq_len.device
-        start, row = seq_len - new.count.view(seq_len.shape), torch.arange(W, device=device)
-        chain = row.to(torch.int32).expand(W, W).repeat(B, 1)
-        view = TreeView(start, chain, row.repeat(B), self._window)
-        last = new.count - 1 + W * torch.arange(B, device=device)
-        features = self.head.read(new.features)
-        rows = (start.view(B, 1) + row).flatten()
-        return Prediction(*self._run(new.tokens, features, rows, rows, view, self.cache, last))
-
-    @property
-    def _run(self) -> Callable[..., tuple[Tensor, Tensor]]:
-        return self.head if self.ops.head is None else self.ops.head
-
-    def step(
+    def _run(
         self,
         tokens: Tensor,
         features: Tensor,
-        seq_len: Tensor,
-        level: int,
-        paths: Tensor,
-        first: int,
+        positions: Tensor,
+        slots: Tensor,
+        view: TreeView,
+        last: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        view = TreeView(seq_len, paths, torch.full_like(tokens, level), self._window)
-        starts = seq_len.view(-1, 1)
-        nodes = torch.arange(len(tokens) // len(starts), device=tokens.device)
-        positions = (starts + level).repeat(1, len(nodes)).flatten()
-        slots = (starts + first + nodes).flatten()
-        return self._run(tokens, features, positions, slots, view, self.cache)
+        head = self.head if self.ops.head is None else self.ops.head
+        if last is not None:  # the features of pairs are the target's
+            features = self.head.read(features)
+        return head(tokens, features, positions, slots, view, self.cache, last)
 
 
 def under_mask(block: Callable[..., Tensor], beyond: int = 0) -> Callable[..., Tensor]:

@@ -2,8 +2,6 @@
 
 It drafts a chain or a tree, reads only tokens, and has a KV cache and a precision of its own. Its
 cycle is that of a draft head: the committed tokens, then level by level, then the rerank.
-
-Shapes: W rows of the draft model in one step, S cache slots, V tokens that both models have.
 """
 
 from __future__ import annotations
@@ -16,10 +14,10 @@ from torch import Tensor
 
 from fasteagle.drafting.draft_head import Prediction, RankingDrafter
 from fasteagle.drafting.eagle import expand
-from fasteagle.model import KVCache, Target, causal_mask
+from fasteagle.model import Target
 from fasteagle.shapes import TreeShape
-from fasteagle.state import Committed, CycleSpec, DecodeState
-from fasteagle.tree import DraftTree
+from fasteagle.state import MAX_DEPTH, CycleSpec, DecodeState
+from fasteagle.tree import DraftTree, TreeView
 
 
 class ModelDrafter(RankingDrafter):
@@ -42,14 +40,10 @@ class ModelDrafter(RankingDrafter):
         self.model, self.max_seq_len, self.noise = model, max_seq_len, noise
         self.shape: TreeShape = shape
         weight = model.weight
-        self.cache = model.new_cache(1)
+        self.cache, self.window = model.new_cache(1), model.config.sliding_window
         shared = min(vocab_size, model.config.vocab_size)  # either may have unused padding ids
         self.target_ids = torch.arange(shared, device=weight.device)
         self._features = weight.new_zeros(1, 1)  # instead of a draft head's features
-
-    @property
-    def caches(self) -> list[KVCache]:
-        return [self.cache]
 
     def apart(self) -> Self:
         other = copy.copy(self)
@@ -70,54 +64,28 @@ class ModelDrafter(RankingDrafter):
 
     def begin(self, token: int) -> None:
         at = torch.zeros(1, dtype=torch.long, device=self.target_ids.device)
-        self._run(at + token, at, at, self._mask(at, torch.ones_like(at)))
+        view = TreeView.of_chain(at[0], 1, self.window)
+        self._run(at + token, self._features, at, at, view, at)
 
-    def extend(self, new: Committed, seq_len: Tensor) -> Prediction:
-        """Run the tokens of the pairs, of which the root is the last.
+    def _slot(self, n_pairs: Tensor) -> Tensor:
+        return n_pairs + 1  # the text's first token is in no pair
 
-        Rows past `count` are padding, whose cache rows are overwritten before they are read.
-        """
-        W = new.tokens.shape[0]
-        start = seq_len - new.count[0] + 1
-        rows = start + torch.arange(W, device=seq_len.device)
-        window = self.model.config.sliding_window
-        mask = causal_mask(start, W, self.cache.n_slots, window, seq_len.device)
-        encoded = self._encode(new.tokens, rows, rows, mask)
-        last = encoded.index_select(0, new.count - 1)
-        return Prediction(self._logits(last), self._features)
-
-    def step(
+    def _run(
         self,
         tokens: Tensor,
         features: Tensor,
-        seq_len: Tensor,
-        level: int,
-        paths: Tensor,
-        first: int,
+        positions: Tensor,
+        slots: Tensor,
+        view: TreeView,
+        last: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        columns = seq_len + 1 + paths.long()
-        positions = torch.zeros_like(tokens) + seq_len + 1 + level
-        mask = self._mask(positions, torch.zeros_like(tokens) + seq_len + 1)
-        mask = mask.scatter(1, columns, True)
-        slots = seq_len + 1 + first + torch.arange(len(tokens), device=tokens.device)
-        return self._run(tokens, positions, slots, mask), features
-
-    def _mask(self, positions: Tensor, seen: Tensor) -> Tensor:
-        """Return the mask [W, S] of text slots: the first `seen` [W], within the window."""
-        slots = torch.arange(self.cache.n_slots, device=positions.device)
-        mask = slots < seen.unsqueeze(1)
-        window = self.model.config.sliding_window
-        return mask if window is None else mask & (slots > positions.unsqueeze(1) - window)
-
-    def _run(self, tokens: Tensor, positions: Tensor, slots: Tensor, mask: Tensor) -> Tensor:
-        return self._logits(self._encode(tokens, positions, slots, mask))
-
-    def _encode(self, tokens: Tensor, positions: Tensor, slots: Tensor, mask: Tensor) -> Tensor:
         known = tokens.clamp(max=self.model.config.vocab_size - 1)  # the target may sample padding
-        return self.model.encode(known, positions, slots, mask, self.cache)[0]
-
-    def _logits(self, encoded: Tensor) -> Tensor:
-        return self.model.lm_head(encoded)[:, : len(self.target_ids)]
+        # The kernels of trees are for the rows of a cycle; those of a prompt are more.
+        visible = view if len(tokens) <= MAX_DEPTH + 1 else view.mask(self.cache.n_slots)
+        encoded, _ = self.model.encode(known, positions, slots, visible, self.cache)
+        if last is not None:
+            encoded, features = encoded.index_select(0, last), self._features
+        return self.model.lm_head(encoded)[:, : len(self.target_ids)], features
 
     def propose(self, prediction: Prediction, state: DecodeState, spec: CycleSpec) -> DraftTree:
         assert isinstance(spec.shape, TreeShape), "the engine asks for shapes of this drafter"

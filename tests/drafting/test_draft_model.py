@@ -88,18 +88,19 @@ def test_the_target_drafting_for_itself_is_always_right(target, params):
     assert engine.stats.passes == 4
 
 
+@pytest.mark.parametrize("window", [None, 4, 2])  # the last is shorter than the tree's paths
 @torch.no_grad()
-def test_a_tree_is_the_likeliest_children_of_each_node(target):
+def test_a_tree_is_the_likeliest_children_of_each_node(target, window):
     """Against a pass over every path by itself."""
-    model = smaller(sliding_window=4)
-    drafter, state = drafter_of(model, 3, 2, 8), empty_state(target)
+    model = smaller(sliding_window=window)
+    drafter, state = drafter_of(model, 4, 2, 14), empty_state(target)
     text = [3, 8, 1, 40, 22]
     drafter.reserve(len(text))
     drafter.begin(text[0])
     tree = propose(drafter, state, pairs(text[1:], torch.zeros(4, 1)), text[-1])
     mask, depths = ancestor_mask(tree.parents, tree.valid)
-    assert depths.max() == 3
-    for row in range(1, 9):
+    assert depths.max() == 4
+    for row in range(1, 15):
         ancestors = [i for i in range(row) if mask[row, i]]
         path = [int(tree.tokens[i]) for i in ancestors[1:]]
         logits = logits_of(model, torch.tensor([*text, *path]))[-1]
