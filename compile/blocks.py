@@ -15,7 +15,6 @@ import itertools
 import math
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -89,7 +88,6 @@ class BlockCompiler:
         aux_layers: tuple[int, ...] = (),
     ) -> None:
         self.error: str | None = None
-        self.seconds = 0.0
         self._backend, self._target = backend, backend.target
         self._model = self._target.model
         self._head = head if head is not None and backend.leaves_head(head) else None
@@ -165,7 +163,6 @@ class BlockCompiler:
         return x
 
     def _run(self, n_threads: int) -> None:
-        start = time.perf_counter()
         try:
             configure()  # again: torch keeps these settings per thread
             torch.set_num_threads(n_threads)
@@ -179,7 +176,6 @@ class BlockCompiler:
         except Exception as error:  # on any error the eager path still answers
             self.error = first_line(error, 200)
             self._backend.drop_compiled(self._heads)
-        self.seconds = time.perf_counter() - start
         self._done.set()
 
     @property

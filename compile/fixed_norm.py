@@ -76,14 +76,14 @@ def keep_sums_finite(blocks: nn.Module, name: str) -> None:
 def expect_normed_inputs(blocks: Iterable[Block]) -> None:
     """Let the products behind a block's norms take their inputs unchecked, if scales allow it.
 
-    The core runs blocks that do not fit, and would look for values beyond fp16 in every row.
+    The core runs blocks that do not fit, and would look for values beyond fp16 in every row. Sums
+    in fp16 are finite, see `keep_sums_finite`, and so are their inputs.
     """
     for block in blocks:
         pairs = (block.attention_norm, block.attention.qkv), (block.mlp_norm, block.mlp.gate_up)
         for norm, linear in pairs:
             if not isinstance(norm, RMSNorm) or not isinstance(linear, InterleavedLinear):
                 continue
-            group = GROUP if linear.accumulate == "fp16" else 1
-            most = float(norm.weight.abs().max()) * math.sqrt(group * len(norm.weight))
+            most = float(norm.weight.abs().max()) * math.sqrt(len(norm.weight))
             if most < LARGEST_HALF:
                 linear.expect_range()

@@ -160,8 +160,8 @@ def apply_norm(norm: nn.Module, x: Tensor) -> Tensor:
 class Ops(NamedTuple):
     """Operations of a pass that a backend may replace; the defaults are the core's.
 
-    `run_blocks` None is the function of that name. Where `views`, they take a `TreeView` or a
-    `PromptView` instead of a mask.
+    `run_blocks` None is the function of that name. Where `views`, they take a `TreeView` and a
+    `PromptView` besides a mask.
     """
 
     attend: Callable[[Tensor, Tensor, Tensor, Any], Tensor] = attend

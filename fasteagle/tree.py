@@ -15,9 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fasteagle.shapes import PAPER_TREE as PAPER_TREE  # trees and their shapes come together
-from fasteagle.shapes import TreeShape as TreeShape
-
 HEAD, LOOKUP = 1, 2  # proposers of a node as bits: draft head, n-gram lookup
 
 

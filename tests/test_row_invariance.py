@@ -17,7 +17,7 @@ from fasteagle.loading.open import open_model
 from fasteagle.options import RuntimeOptions, SamplingParams
 from fasteagle.quant import cpu_build
 from fasteagle.quant.cuda_linear import InterleavedLinear
-from fasteagle.tree import TreeShape
+from fasteagle.shapes import TreeShape
 from helpers import random_head, save_tiny, verify_rows
 
 ON_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from fasteagle.errors import FasteagleError
-from fasteagle.tree import Pool, TreeShape, ancestor_mask, rerank
+from fasteagle.shapes import TreeShape
+from fasteagle.tree import Pool, ancestor_mask, rerank
 
 
 def random_parents(n: int, seed: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ from fasteagle.drafting.ladder import DEFAULT_RANKS
 from fasteagle.generate import Engine
 from fasteagle.llm import LLM
 from fasteagle.options import AnswerOptions, SamplingParams
-from fasteagle.tree import TreeShape
+from fasteagle.shapes import TreeShape
 from helpers import Letters, costs, random_head, random_target, tiny_config
 
 TURNS, WARM_UP, PART = 140, 80, 20

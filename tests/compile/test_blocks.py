@@ -37,7 +37,7 @@ def test_compiled_equals_eager_and_nothing_recompiles(target, no_recompiles):
     eager, fast = Engine(target, 512), Engine(target, 512)
     compiler = start_compiler(fast)
     compiler.wait()
-    assert compiler.error is None and compiler.ready and compiler.seconds > 0
+    assert compiler.error is None and compiler.ready
     assert compiler.apply()
     torch.compiler.set_stance("fail_on_recompile")
     # 1, 2, 5, 9, 100 and 256 rows; 256, 512 and 768 cache slots; every block of the model

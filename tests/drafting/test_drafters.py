@@ -18,7 +18,8 @@ from fasteagle.loading.heads.read import load_head
 from fasteagle.model import KVCache, Transformer, causal_mask
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import SamplingMode, gumbel_noise
-from fasteagle.tree import PAPER_TREE, DraftTree, TreeShape, ancestor_mask
+from fasteagle.shapes import PAPER_TREE, TreeShape
+from fasteagle.tree import DraftTree, ancestor_mask
 from helpers import empty_state, pairs, propose, random_head, random_target, tiny_config
 
 ASSETS = Path(__file__).parents[1] / "assets" / "golden"
