@@ -25,7 +25,7 @@ from fasteagle.loading import registry
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.options import DEFAULT_MODEL
-from helpers import SCRIPTS, random_target, save_tiny, tiny_config, write_questions
+from helpers import SCRIPTS, forbid, random_target, save_tiny, tiny_config, write_questions
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -142,10 +142,7 @@ def hub_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(path))
     monkeypatch.setattr(huggingface_hub._snapshot_download.constants, "HF_HUB_CACHE", str(path))
 
-    def model_info(*args, **kwargs):
-        raise AssertionError("a request to the network")
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
+    forbid(monkeypatch, AssertionError("a request to the network"))
     return path
 
 

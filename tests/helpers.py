@@ -98,6 +98,13 @@ def change_tensors(folder: Path, change) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
+def raising(error):
+    def fails(*args, **kwargs):
+        raise error
+
+    return fails
+
+
 def write_questions(path: Path, *questions: list[str]) -> Path:
     path.write_text("".join(json.dumps({"turns": turns}) + "\n" for turns in questions))
     return path
@@ -111,10 +118,7 @@ REPO, REVISION = "someone/tiny-model", "0123456789abcdef0123456789abcdef01234567
 def forbid(monkeypatch, error):
     import huggingface_hub
 
-    def raise_it(*args, **kwargs):
-        raise error
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", raise_it)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", raising(error))
 
 
 def put_in_cache(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fasteagle.bench import report as reports
-from fasteagle.bench.hf import _Clock, hf_config
+from fasteagle.bench.hf import _Clock
 from fasteagle.bench.measure import Bandwidth
 from fasteagle.bench.options import BenchOptions
 from fasteagle.bench.report import build_report, conditions
@@ -18,7 +18,6 @@ from fasteagle.decoding.stats import Stats
 from fasteagle.errors import FasteagleError
 from fasteagle.options import DraftOptions, RuntimeOptions
 from fasteagle.shapes import FusedShape, TreeShape
-from helpers import tiny_config
 
 
 def row_of(*turns, name="plain", weight_bytes=10**9, **values):
@@ -97,12 +96,6 @@ def test_a_report_says_how_our_kernels_accumulate(backend, sums):
     runtime = RuntimeOptions(device="cpu", backend=backend, quant="int4")
     report = build_report([], BenchOptions(), runtime, save_outputs=False)
     assert report["meta"]["accumulate"] == sums
-
-
-@pytest.mark.parametrize("window", [None, 7])
-def test_a_row_of_transformers_has_the_window_of_the_model(window):
-    config = tiny_config(architecture="MistralForCausalLM", sliding_window=window)
-    assert hf_config(config).sliding_window == window
 
 
 # Names

@@ -150,10 +150,3 @@ def test_tags_are_text():
     assert "\x1b[J" in sent  # it was rendered
     for part in ("Use <br> and Vec<String>: not <hr>.", "<div>hello</div>", "<details>x</details>"):
         assert part in screen
-
-
-def test_control_characters_of_a_model_do_not_reach_a_terminal():
-    """Those of eight bits neither; a file gets what was written."""
-    piece = Piece("a\x1b[31m\x9b31mb\x7f\tc\n", False, False)
-    assert Style(True, False, False).text_of(piece) == "a[31m31mb\tc\n"
-    assert Style(False, False, False).text_of(piece) == piece.text

@@ -160,10 +160,3 @@ def test_a_retry_that_brings_nothing_keeps_the_old_answer(session, monkeypatch):
     assert session.turns == turns and session.params.seed == seed
     "".join(piece.text for piece in session.retry())
     assert len(session.turns) == 4 and session.turns[:3] == turns[:3]
-
-
-def test_system_prompt_leads_the_conversation(session):
-    session.system = "Be brief."
-    answer(session, "x")
-    text = session.llm.tokenizer.raw(session.llm.engine.cached)
-    assert text.startswith("<|system|>Be brief.<|end|><|user|>x")

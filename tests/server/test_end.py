@@ -18,19 +18,8 @@ import pytest
 from live_server import CHAT, LONG, SHORT, busy, deaf, failures, serving, until
 
 from fasteagle.decoding.runner import Runner
-from fasteagle.errors import EngineError
 from fasteagle.generate import Engine
 from fasteagle.options import AnswerOptions, Defaults
-
-
-def test_what_fails_in_the_engine_is_not_the_request(live, monkeypatch):
-    def broken(*args, **kwargs):
-        raise EngineError("out of memory at token 3")
-
-    monkeypatch.setattr(Engine, "prefill_parts", broken)
-    reply = httpx.post(live.url + CHAT, json=SHORT)
-    assert reply.status_code == 500 and reply.json()["error"]["type"] == "server_error"
-    assert "out of memory" in reply.json()["error"]["message"]
 
 
 def test_memory_that_runs_out_is_the_servers_fault(live, monkeypatch, capfd):

@@ -262,13 +262,6 @@ def test_ctrl_c_waits_for_no_answer(stub, ask, tiny_dir, tmp_path):
             process.kill()
 
 
-def test_a_cut_answer_has_no_end_mark(stub, ask, tiny_dir, tmp_path):
-    stub.finish_reason = "length"
-    assert ask(stub.url).exit_code == 0
-    texts = [load_tokenizer(tiny_dir).raw(line["ids"]) for line in lines(tmp_path)]
-    assert texts[0].endswith("answer to one")
-
-
 @pytest.mark.parametrize("content", [["a"], {"a": 1}, True, 5])
 def test_an_answer_that_is_no_text_costs_one_line(stub, ask, content):
     answer = {"choices": [{"message": {"content": content}, "finish_reason": "stop"}]}
