@@ -27,7 +27,7 @@ from fasteagle.loading.source import quantize_head_
 from fasteagle.options import RuntimeOptions, SamplingParams
 from fasteagle.quant.scheme import Scheme
 from fasteagle.shapes import FusedShape, GatedChain
-from helpers import random_head, random_target, rest_slow, tiny_config
+from helpers import raising, random_head, random_target, rest_slow, tiny_config
 
 EOS = frozenset(range(0, 60, 12))
 CONFIGS = {
@@ -179,10 +179,8 @@ def test_a_pass_that_fails_ends_each_answer_by_its_reason(monkeypatch):
     while len(several.step()) < 2:
         pass
 
-    def fail(*arguments):
-        raise RuntimeError("a broken pass")
-
-    monkeypatch.setattr(type(engine.backend), "verify_together", fail)
+    error = RuntimeError("a broken pass")
+    monkeypatch.setattr(type(engine.backend), "verify_together", raising(error))
     ended = dict(several.step())
     assert list(ended) == [0, 1] and not several.running
     assert all(str(error) == "a broken pass" for error in ended.values())

@@ -7,6 +7,7 @@ import torch
 
 from fasteagle.device import _auto_device, accumulate_on, pick_device, pick_dtype
 from fasteagle.errors import FasteagleError
+from helpers import raising
 
 CPU = torch.device("cpu")
 
@@ -71,12 +72,8 @@ def test_a_card_that_is_too_old(cards, capsys):
 
 
 def test_a_driver_older_than_the_runtime(cards, capsys):
-    def init():
-        raise RuntimeError(
-            "The NVIDIA driver on your system is too old (found version 11040). Please update\nmore"
-        )
-
-    cards(0, init=init)
+    said = "The NVIDIA driver on your system is too old (found version 11040). Please update\nmore"
+    cards(0, init=raising(RuntimeError(said)))
     assert refusal("cuda") == (
         "device 'cuda': 0 CUDA devices found (The NVIDIA driver on your system is too old (found "
         "version 11040)): use --device cpu"
@@ -94,10 +91,7 @@ def test_a_driver_older_than_the_runtime(cards, capsys):
 def test_a_machine_without_a_card_needs_no_line(cards, capsys, said):
     """The usual torch is built for CUDA and finds no driver there."""
 
-    def init():
-        raise RuntimeError(said)
-
-    cards(0, init=init)
+    cards(0, init=raising(RuntimeError(said)))
     assert pick_device("auto") == CPU and capsys.readouterr().err == ""
 
 

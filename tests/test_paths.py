@@ -23,6 +23,7 @@ from fasteagle.paths import (
     replacing,
     write_atomic,
 )
+from helpers import raising
 
 
 def test_atomic_writes(tmp_path, monkeypatch):
@@ -192,11 +193,8 @@ def test_a_folder_of_a_model_is_no_place_for_other_files(tmp_path, name):
 
 
 def test_a_user_without_a_home_has_a_temporary_one_that_is_its_own(monkeypatch, tmp_path):
-    def unknown():
-        raise RuntimeError("Could not determine home directory.")
-
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(Path, "home", unknown)
+    monkeypatch.setattr(Path, "home", raising(RuntimeError("Could not determine home directory.")))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     usual = tmp_path / f"fasteagle-{os.getuid()}"
     for made in ("now", "before", "by others", "a link"):

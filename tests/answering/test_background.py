@@ -15,7 +15,7 @@ from fasteagle.drafting.ladder import DEFAULT_RANKS
 from fasteagle.generate import Engine
 from fasteagle.options import SamplingParams
 from fasteagle.shapes import TreeShape
-from helpers import captured_engine, costs, generated, random_head, tuned_engine
+from helpers import captured_engine, costs, generated, raising, random_head, tuned_engine
 
 GREEDY = SamplingParams()
 
@@ -111,11 +111,8 @@ def test_a_measurement_that_fails_leaves_the_chat_as_it_was(
     target, tmp_path, compiler, monkeypatch, capsys
 ):
     engine = tuned_engine(target, tmp_path)
-
-    def fail(self, seconds=0):
-        raise RuntimeError("no clock\nat all")
-
-    monkeypatch.setattr(tuner.Measurement, "run", fail)
+    error = RuntimeError("no clock\nat all")
+    monkeypatch.setattr(tuner.Measurement, "run", raising(error))
     preparation = Preparation(engine, quiet=False)
     preparation.join()
     with preparation.answering(GREEDY):

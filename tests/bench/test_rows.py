@@ -18,6 +18,7 @@ from fasteagle.decoding.stats import Stats
 from fasteagle.errors import FasteagleError
 from fasteagle.options import DraftOptions, RuntimeOptions
 from fasteagle.shapes import FusedShape, TreeShape
+from helpers import raising
 
 
 def row_of(*turns, name="plain", weight_bytes=10**9, **values):
@@ -145,8 +146,5 @@ def test_rows_that_are_none(rows, message):
 
 @pytest.mark.parametrize("error", [FileNotFoundError("git"), subprocess.TimeoutExpired("git", 10)])
 def test_without_git_the_commit_is_not_known(monkeypatch, error):
-    def refuse(*args, **options):
-        raise error
-
-    monkeypatch.setattr(reports.subprocess, "run", refuse)
+    monkeypatch.setattr(reports.subprocess, "run", raising(error))
     assert reports._commit() is None

@@ -19,6 +19,7 @@ from fasteagle.cli.models import int4_bytes
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.options import DEFAULT_MODEL
+from helpers import raising
 
 
 def fasteagle(*args, stdin=b"", **kwargs) -> subprocess.CompletedProcess:
@@ -190,18 +191,12 @@ def test_cuda_where_there_is_none(tiny_dir, monkeypatch):
     ],
 )
 def test_errors_from_below_become_one_line(tiny_dir, monkeypatch, error, parts):
-    def fail(*args, **kwargs):
-        raise error
-
-    monkeypatch.setattr("fasteagle.loading.open.open_checkpoint", fail)
+    monkeypatch.setattr("fasteagle.loading.open.open_checkpoint", raising(error))
     assert_one_line(invoke("chat", "--model", tiny_dir, "-p", "x"), *parts)
 
 
 def test_our_own_mistakes_keep_their_traceback(tiny_dir, monkeypatch):
-    def fail(*args, **kwargs):
-        raise AssertionError("a bug")
-
-    monkeypatch.setattr("fasteagle.loading.open.open_checkpoint", fail)
+    monkeypatch.setattr("fasteagle.loading.open.open_checkpoint", raising(AssertionError("a bug")))
     result = invoke("chat", "--model", tiny_dir, "-p", "x")
     assert isinstance(result.exception, AssertionError)
 

@@ -15,7 +15,7 @@ from fasteagle.cli.session import ChatSession, Piece
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.options import AnswerOptions, SamplingParams
 from fasteagle.shapes import TreeShape
-from helpers import THINKING_TEMPLATE, random_head
+from helpers import THINKING_TEMPLATE, raising, random_head
 
 # What is typed (None: Ctrl-C at the prompt), and which lines the loop acts on.
 TYPED = [
@@ -271,10 +271,8 @@ def test_lines_are_kept_for_the_next_chat(monkeypatch):
 def test_a_history_that_cannot_be_written_is_said(monkeypatch, capsys):
     readline = pytest.importorskip("readline")
 
-    def refuse(path):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(readline, "write_history_file", refuse)
+    error = OSError(28, "No space left on device")
+    monkeypatch.setattr(readline, "write_history_file", raising(error))
     repl._open_history()()
     assert capsys.readouterr().err.startswith("history not saved: [Errno 28] No space left")
     repl.state_dir().rmdir()

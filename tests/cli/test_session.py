@@ -12,7 +12,7 @@ from fasteagle.generate import Engine
 from fasteagle.llm import LLM
 from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.options import AnswerOptions, SamplingParams
-from helpers import TINY_VOCAB, Letters
+from helpers import TINY_VOCAB, Letters, raising
 
 
 @pytest.fixture
@@ -104,10 +104,7 @@ def test_interrupted_answer_stays_as_far_as_it_came(session):
 
 
 def test_interruption_before_the_first_token_takes_the_question_back(session, monkeypatch):
-    def interrupted(*args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(session.llm.engine, "prefill_parts", interrupted)
+    monkeypatch.setattr(session.llm.engine, "prefill_parts", raising(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         list(session.ask("hello"))
     assert session.turns == []
@@ -150,11 +147,8 @@ def test_a_retry_that_brings_nothing_keeps_the_old_answer(session, monkeypatch):
     answer(session, "more")
     turns, seed = list(session.turns), session.params.seed
 
-    def interrupted(*args):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(session.llm.engine, "prefill_parts", interrupted)
+        patch.setattr(session.llm.engine, "prefill_parts", raising(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             list(session.retry())
     assert session.turns == turns and session.params.seed == seed

@@ -20,15 +20,14 @@ from live_server import CHAT, LONG, SHORT, busy, deaf, failures, serving, until
 from fasteagle.decoding.runner import Runner
 from fasteagle.generate import Engine
 from fasteagle.options import AnswerOptions, Defaults
+from helpers import raising
 
 
 def test_memory_that_runs_out_is_the_servers_fault(live, monkeypatch, capfd):
-    def short(*args, **kwargs):
-        raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate")
-
+    error = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate")
     for stream, status in ((False, 500), (True, 200)):
         with monkeypatch.context() as patch:
-            patch.setattr(Runner, "run", short)
+            patch.setattr(Runner, "run", raising(error))
             reply = httpx.post(live.url + CHAT, json={**SHORT, "stream": stream})
         assert reply.status_code == status and '"server_error"' in reply.text
         assert "out of memory at token" in reply.text and "[DONE]" not in reply.text
@@ -38,15 +37,12 @@ def test_memory_that_runs_out_is_the_servers_fault(live, monkeypatch, capfd):
 
 
 def test_an_answer_that_breaks_spoils_nothing(live, monkeypatch):
-    def broken(*args, **kwargs):
-        raise RuntimeError("planted")
-
     with monkeypatch.context() as patch:
-        patch.setattr(Engine, "prefill_parts", broken)
+        patch.setattr(Engine, "prefill_parts", raising(RuntimeError("planted")))
         reply = httpx.post(live.url + CHAT, json=SHORT)
     assert reply.status_code == 500 and "planted" not in reply.text
     with monkeypatch.context() as patch:  # after the first token the status is sent already
-        patch.setattr(Runner, "run", broken)
+        patch.setattr(Runner, "run", raising(RuntimeError("planted")))
         reply = httpx.post(live.url + CHAT, json={**SHORT, "stream": True})
     assert reply.status_code == 200 and "planted" not in reply.text
     assert "has made a mistake" in reply.text and "[DONE]" not in reply.text

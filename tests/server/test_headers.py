@@ -8,6 +8,7 @@ from live_server import CHAT, SHORT, serving
 
 from fasteagle.options import ServeOptions
 from fasteagle.server.prepare import Planner
+from helpers import raising
 
 APP = {"origin": "https://app.example"}
 
@@ -67,10 +68,7 @@ def test_a_request_has_the_name_that_its_client_gives_if_a_log_can_hold_it(live,
 def test_a_mistake_has_the_name_under_which_the_log_tells_of_it(shared, monkeypatch, capfd):
     """And a page that may use the server may read it."""
 
-    def broken(self, body):
-        raise RuntimeError("planted")
-
-    monkeypatch.setattr(Planner, "chat", broken)
+    monkeypatch.setattr(Planner, "chat", raising(RuntimeError("planted")))
     reply = httpx.post(shared.url + CHAT, json=SHORT, headers={**APP, "x-request-id": "mine-2"})
     assert reply.status_code == 500 and "its log says more" in reply.json()["error"]["message"]
     assert reply.headers["x-request-id"] == "mine-2"

@@ -18,6 +18,7 @@ from fasteagle.options import Defaults, ServeOptions
 from fasteagle.server import app, bodies, prepare
 from fasteagle.server.prepare import Planner
 from fasteagle.server.protocol import ChatRequest
+from helpers import raising
 
 
 @pytest.fixture
@@ -230,11 +231,8 @@ def test_the_time_for_a_request_begins_before_it_is_planned(loaded, planning):
 
 
 def test_a_prompt_that_cannot_fit_is_not_encoded(live, monkeypatch):
-    def encode(text):
-        raise AssertionError("encoded")
-
-    monkeypatch.setattr(live.llm.tokenizer, "encode", encode)
-    monkeypatch.setattr(live.llm.tokenizer, "encode_document", encode)
+    for way in ("encode", "encode_document"):
+        monkeypatch.setattr(live.llm.tokenizer, way, raising(AssertionError("encoded")))
     text = "x" * 300_000
     messages = [{"role": "user", "content": text}]
     for path, body, part in (

@@ -19,6 +19,7 @@ from fasteagle.answering.grammar import GrammarMask
 from fasteagle.decoding.stats import Stats
 from fasteagle.generate import Engine
 from fasteagle.server import replies as server_replies
+from helpers import raising
 
 AT_ONCE = "fasteagle:answers_per_pass_{}"
 
@@ -75,11 +76,8 @@ def test_sixteen_clients_in_the_order_in_which_they_come(live, slow, monkeypatch
 
 
 def test_an_answer_that_breaks_leaves_the_others(live, slow, monkeypatch, capfd):
-    def broken(*args):
-        raise RuntimeError("planted")
-
     expected = text_of(post(live, body("beside it", 60)))
-    monkeypatch.setattr(GrammarMask, "advance", broken)
+    monkeypatch.setattr(GrammarMask, "advance", raising(RuntimeError("planted")))
     with busy(live, 1) as ((_, lines),), concurrent.futures.ThreadPoolExecutor(1) as pool:
         beside = pool.submit(post, live, body("beside it", 60))
         assert post(live, body(guided_regex="[ab]{20}")).status_code == 500
@@ -89,11 +87,8 @@ def test_an_answer_that_breaks_leaves_the_others(live, slow, monkeypatch, capfd)
 
 
 def test_a_step_that_breaks_ends_its_answers_alone(live, slow, monkeypatch, capfd):
-    def broken(runners):
-        raise RuntimeError("planted")
-
     with busy(live, 2) as streams, monkeypatch.context() as patched:
-        patched.setattr(fasteagle.batch, "run_together", broken)
+        patched.setattr(fasteagle.batch, "run_together", raising(RuntimeError("planted")))
         assert all('"error"' in "".join(lines) for _, lines in streams)
     assert post(live, SHORT).status_code == 200
     assert "planted" in capfd.readouterr().err

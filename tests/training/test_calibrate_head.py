@@ -20,6 +20,7 @@ from helpers import (
     TINY_VOCAB,
     eagle3_of,
     edit_json,
+    raising,
     random_head,
     random_target,
     save_tiny,
@@ -188,10 +189,7 @@ def test_without_time_the_least_is_done_on_text_of_its_own(tmp_path, monkeypatch
 
 
 def test_memory_that_runs_out_is_told_in_a_line(text, tmp_path, monkeypatch, no_compiler):
-    def run_out(self, entry, *more, **others):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(Trainer, "run", run_out)
+    monkeypatch.setattr(Trainer, "run", raising(torch.OutOfMemoryError("CUDA out of memory")))
     done = invoke(*calibrate(*written(tmp_path), tmp_path / "out", "--data", text, "--steps", 2))
     assert done.exit_code == 2, done.output
     assert "out of memory while calibrating" in done.stderr and "--max-seq-len" in done.stderr
