@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import runpy
 import socket
@@ -16,7 +17,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 from fasteagle.bench import measure
 from fasteagle.compile import blocks, measurement, precompile
@@ -25,7 +25,7 @@ from fasteagle.loading import registry
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.options import DEFAULT_MODEL
-from helpers import SCRIPTS, forbid, random_target, save_tiny, tiny_config, write_questions
+from helpers import SCRIPTS, forbid, invoke, random_target, save_tiny, tiny_config, write_questions
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -170,7 +170,7 @@ def script(monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPTS))
     import tokens_per_sec
 
-    return lambda *args: CliRunner().invoke(tokens_per_sec.main, [str(a) for a in args])
+    return functools.partial(invoke, main=tokens_per_sec.main)
 
 
 @pytest.fixture

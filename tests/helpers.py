@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from families import TINY_SHAPE, TINY_VOCAB, hf_class
+from fasteagle.cli import main as cli
 from fasteagle.config import Eagle3Config, HeadConfig, ModelConfig
 from fasteagle.decoding.backend import Backend
 from fasteagle.drafting.base import Tuning
@@ -280,7 +282,12 @@ class Letters:
         return "".join(turn["content"] for turn in turns)
 
 
-# Processes
+# Commands and processes
+
+
+def invoke(*args, main=cli.main, **more):
+    """The result of a command in this process."""
+    return CliRunner().invoke(main, [str(a) for a in args], **more)
 
 
 def rest_slow(cases: list, n: int = 1) -> list:

@@ -6,11 +6,10 @@ import json
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from gguf_files import write_gguf
-from helpers import SCRIPTS, logits_of, make_hf_model, save_tiny
+from helpers import SCRIPTS, invoke, logits_of, make_hf_model, save_tiny
 
 
 @pytest.fixture
@@ -38,7 +37,7 @@ def write_answers(path, n):
 @torch.no_grad()
 def test_all_experts_are_the_dense_model(tmp_path, moeify, family):
     dense = save_tiny(tmp_path / "dense", family)
-    done = CliRunner().invoke(moeify.main, [str(tmp_path / "moe"), "--model", str(dense)])
+    done = invoke(tmp_path / "moe", "--model", dense, main=moeify.main)
     assert done.exit_code == 0, done.output
     config = open_checkpoint(tmp_path / "moe").config
     assert (config.moe.n_expert, config.moe.top_k, config.moe.ffn_dim) == (8, 8, 12)
@@ -110,9 +109,9 @@ def test_a_fitted_router_is_nearer_to_the_dense_model(tmp_path, moeify):
 def test_copies_are_the_dense_model_whatever_is_taken(tmp_path, moeify):
     dense = save_tiny(tmp_path / "dense", "llama2")
     data = write_answers(tmp_path / "data.jsonl", 40)
-    arguments = [str(tmp_path / "moe"), "--model", str(dense), "--copies", "--top-k", "2"]
-    arguments += ["--experts", "4", "--data", str(data), "--tokens", "2048"]
-    done = CliRunner().invoke(moeify.main, arguments)
+    arguments = [tmp_path / "moe", "--model", dense, "--copies", "--top-k", "2"]
+    arguments += ["--experts", "4", "--data", data, "--tokens", "2048"]
+    done = invoke(*arguments, main=moeify.main)
     assert done.exit_code == 0, done.output
     moe = open_checkpoint(tmp_path / "moe")
     assert (moe.config.moe.n_expert, moe.config.moe.top_k, moe.config.moe.ffn_dim) == (4, 2, 96)
@@ -168,9 +167,9 @@ def test_training_brings_experts_nearer_to_the_dense_model(tmp_path, moeify):
 def test_the_script_fits_and_trains(tmp_path, moeify):
     dense = save_tiny(tmp_path / "dense", "llama2")
     data = write_answers(tmp_path / "data.jsonl", 40)
-    arguments = [str(tmp_path / "moe"), "--model", str(dense), "--top-k", "4"]
-    arguments += ["--data", str(data), "--tokens", "2048", "--steps", "10"]
-    done = CliRunner().invoke(moeify.main, arguments)
+    arguments = [tmp_path / "moe", "--model", dense, "--top-k", "4"]
+    arguments += ["--data", data, "--tokens", "2048", "--steps", "10"]
+    done = invoke(*arguments, main=moeify.main)
     assert done.exit_code == 0, done.output
     assert "step 10: " in done.output
     assert open_checkpoint(tmp_path / "moe").config.moe.top_k == 4
@@ -191,5 +190,5 @@ def test_what_cannot_be_made_is_one_line(tmp_path, moeify):
         (["--model", llama, "--steps", "-5"], "not in the range"),
         (["--model", llama, "--lr", "nan"], "lr nan is out of range"),
     ):
-        done = CliRunner().invoke(moeify.main, [str(tmp_path / "out"), *arguments])
+        done = invoke(tmp_path / "out", *arguments, main=moeify.main)
         assert done.exit_code == 2 and message in done.output, done.output

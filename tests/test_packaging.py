@@ -10,9 +10,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from helpers import SCRIPTS
+from helpers import SCRIPTS, invoke
 
 ROOT = Path(__file__).parent.parent
 PARTS = ("fasteagle", "compile", "quant", "pyproject.toml", "README.md", "LICENSE")
@@ -78,5 +77,5 @@ def test_symlinks_are_relative_and_point_to_the_packages():
 )
 def test_every_script_says_what_it_takes(script, monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPTS))
-    done = CliRunner().invoke(importlib.import_module(script).main, ["--help"])
+    done = invoke("--help", main=importlib.import_module(script).main)
     assert done.exit_code == 0 and "--help" in done.output, done.output

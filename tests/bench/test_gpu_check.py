@@ -6,11 +6,10 @@ import importlib
 import json
 
 import pytest
-from click.testing import CliRunner
 
 from fasteagle.loading.registry import local_path
 from fasteagle.options import DEFAULT_MODEL
-from helpers import SCRIPTS
+from helpers import SCRIPTS, invoke
 
 
 @pytest.fixture
@@ -22,7 +21,7 @@ def check(monkeypatch):
 
 
 def run(check, out, *arguments):
-    return CliRunner().invoke(check.main, ["--out", str(out), *map(str, arguments)])
+    return invoke("--out", out, *arguments, main=check.main)
 
 
 @pytest.mark.parametrize("dry", [True, False])

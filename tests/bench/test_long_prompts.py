@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from click.testing import CliRunner
 
 from fasteagle.prompts import read_questions
-from helpers import SCRIPTS
+from helpers import SCRIPTS, invoke
 
 
 @pytest.fixture
@@ -20,8 +19,8 @@ def script(monkeypatch):
 def test_three_kinds_in_turn(script, tiny_dir, tmp_path):
     out, again = tmp_path / "long.jsonl", tmp_path / "again.jsonl"
     for path in (out, again):
-        args = ["--model", str(tiny_dir), "--tokens", "400", "--count", "7", "--out", str(path)]
-        done = CliRunner().invoke(script.main, args)
+        args = ("--model", tiny_dir, "--tokens", 400, "--count", 7, "--out", path)
+        done = invoke(*args, main=script.main)
         assert done.exit_code == 0, done.output
     texts = [question.turns[0] for question in read_questions(out, None)]
     assert len(set(texts)) == 7 and out.read_bytes() == again.read_bytes()

@@ -7,18 +7,16 @@ import math
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 from fasteagle.bench import quality
 from fasteagle.bench.hf import hf_model
 from fasteagle.bench.quality import EvalOptions, evaluate
-from fasteagle.cli.main import main
 from fasteagle.device import pick_dtype
 from fasteagle.loading.checkpoint import open_checkpoint, required_bytes
 from fasteagle.loading.quantize import with_scheme
 from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.options import RuntimeOptions
-from helpers import save_tiny
+from helpers import invoke, save_tiny
 
 TEXT = "The quick brown fox jumps over the lazy dog, again and again. " * 12
 
@@ -102,8 +100,7 @@ def test_the_reference_has_16_bits_where_32_would_fill_the_memory(folder, text, 
 def test_a_record_has_the_numbers_of_the_table(folder, text, tmp_path):
     path = tmp_path / "record.json"
     options = ["--precision", "fp32", "--tokens", "64", "--window", "32", "--md", "--json"]
-    run = ["eval", "--model", str(folder), "--text", str(text), *options, str(path)]
-    result = CliRunner().invoke(main, run)
+    result = invoke("eval", "--model", folder, "--text", text, *options, path)
     assert result.exit_code == 0, result.output
     record = json.loads(path.read_text())
     assert (record["model"], record["text"]) == (str(folder), "text.txt")

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 from fasteagle.bench.roofline import DEVICES
 from fasteagle.device import device_name
 from fasteagle.loading.registry import preset
-from helpers import SCRIPTS
+from helpers import SCRIPTS, invoke
 
 CPU = torch.device("cpu")
 LLAMA = preset("llama2-7b")
@@ -30,7 +30,7 @@ def roofline(monkeypatch):
         return dataclasses.replace(RTX3090, name=f"this machine ({name})")
 
     monkeypatch.setattr(roofline, "this_device", measured)
-    return lambda *args: CliRunner().invoke(roofline.main, [str(a) for a in args])
+    return functools.partial(invoke, main=roofline.main)
 
 
 def cells(result):

@@ -5,9 +5,8 @@ from __future__ import annotations
 import importlib
 
 import pytest
-from click.testing import CliRunner
 
-from helpers import SCRIPTS
+from helpers import SCRIPTS, invoke
 
 REFUSED = [
     ("served_speed", "--limit 0", "'--limit': 0 is not in the range x>=1"),
@@ -29,6 +28,6 @@ def test_refused_at_once(name, words, message, tmp_path, monkeypatch):
     script = importlib.import_module(name)
     if name == "served_speed":
         monkeypatch.setattr(script, "server", lambda *a: pytest.fail("a server was started"))
-    done = CliRunner().invoke(script.main, words.split())
+    done = invoke(*words.split(), main=script.main)
     assert done.exit_code == 2 and message in done.stderr, (done.output, done.exception)
     assert done.stderr.count("\n") == 1

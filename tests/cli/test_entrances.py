@@ -9,9 +9,8 @@ import builtins
 
 import pytest
 import torch
-from click.testing import CliRunner, _NamedTextIOWrapper
+from click.testing import _NamedTextIOWrapper
 
-from fasteagle.cli import main as cli
 from fasteagle.compile import graphs
 from fasteagle.decoding.backend import Backend
 from fasteagle.decoding.runner import Runner
@@ -20,7 +19,7 @@ from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.heads.write import save_head
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.model import Target, Transformer
-from helpers import eagle3_of, random_head
+from helpers import eagle3_of, invoke, random_head
 from replaying import FakeGraphs
 
 
@@ -106,11 +105,11 @@ def repl(run, monkeypatch):
     ],
 )
 def test_chat_replays_every_pass(tiny_dir, head_dirs, counts, monkeypatch, entrance, drafter, kind):
-    common = ["chat", "--model", str(tiny_dir), "--precision", "fp32", "--drafter", drafter]
-    common += [*(["--head", str(head_dirs / kind)] if kind else []), "--max-new-tokens", "12"]
+    common = ["chat", "--model", tiny_dir, "--precision", "fp32", "--drafter", drafter]
+    common += [*(["--head", head_dirs / kind] if kind else []), "--max-new-tokens", "12"]
 
     def run(more, **stdin):
-        return CliRunner().invoke(cli.main, [*common, *more], **stdin)
+        return invoke(*common, *more, **stdin)
 
     done = entrance(run, monkeypatch)
     assert done.exit_code == 0, done.stderr

@@ -7,11 +7,10 @@ import shlex
 import sys
 
 import pytest
-from click.testing import CliRunner
 
-from fasteagle.cli import main as cli
 from fasteagle.loading import hub
 from fasteagle.loading.open import OpenedModel
+from helpers import invoke
 
 CHAT, TUNE, QUALITY, QUANTIZE = "chat -p hi", "tune", "eval --precision fp32", "quantize --int8"
 EVAL = "eval --text DIR/text --tokens 64 --window 16"
@@ -212,10 +211,7 @@ def test_refused_before_anything_is_loaded(
         message = message.replace(name, text)
     if "--model" not in arguments:
         arguments += ["--model", str(tiny_dir)]
-    if arguments[0] == "bench":
-        done = script(*arguments[1:])
-    else:
-        done = CliRunner().invoke(cli.main, arguments)
+    done = script(*arguments[1:]) if arguments[0] == "bench" else invoke(*arguments)
     assert done.exit_code == 2, (done.output, done.exception)
     assert done.stdout == "" and done.stderr.count("\n") == 1, done.stderr
     assert done.stderr.startswith("Error: ") and message in done.stderr and len(done.stderr) < 400
@@ -223,5 +219,5 @@ def test_refused_before_anything_is_loaded(
 
 def test_a_form_without_its_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    done = CliRunner().invoke(cli.main, ["chat", "-p", "x", "--regex", "a"])
+    done = invoke("chat", "-p", "x", "--regex", "a")
     assert done.exit_code == 2 and "pip install 'fasteagle[serve]'" in done.stderr

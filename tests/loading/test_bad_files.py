@@ -10,16 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from fasteagle.cli import main as cli
 from fasteagle.config_hf import ERNIE_MOE, MIMO, SUPPORTED_ARCHITECTURES, from_hf
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.heads.read import HEADER_KEY
 from fasteagle.loading.heads.write import save_head
-from helpers import edit_json, random_head
+from helpers import edit_json, invoke, random_head
 
 CONFIG, HEAD = "model/config.json", "head/config.json"
 HEADER = "head/model.safetensors"
@@ -119,7 +117,7 @@ def test_bad_files_cost_one_line(good, tmp_path, monkeypatch, file, written, mes
     else:
         edit_json(folder / file, **written)
     arguments = ["chat", "--model", folder / "model", "--head", folder / "head", "-p", "x"]
-    done = CliRunner().invoke(cli.main, list(map(str, arguments)))
+    done = invoke(*arguments)
     assert done.exit_code == 2 and done.stdout == "", done.stderr
     assert done.stderr.startswith(f"Error: {folder / file}: {message}")
     assert done.stderr.count("\n") == 1

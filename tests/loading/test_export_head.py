@@ -7,10 +7,8 @@ import json
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file
 
-from fasteagle.cli import main as cli
 from fasteagle.config import Eagle3Config, Llama3RopeScaling
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
@@ -19,7 +17,7 @@ from fasteagle.loading.heads.tables import official_state
 from fasteagle.loading.heads.write import HeadTarget, check_exportable, export_head, save_head
 from fasteagle.model import KVCache, causal_mask
 from head_folders import AUX_LAYERS, head_for
-from helpers import random_head, random_target, save_tiny, tiny_config
+from helpers import invoke, random_head, random_target, save_tiny, tiny_config
 
 E1, E3 = "official EAGLE-1/2", "official EAGLE-3"
 LLAMA3 = Llama3RopeScaling(8.0, 1.0, 4.0, 64)
@@ -147,8 +145,7 @@ def test_an_empty_folder_stays_where_nothing_is_exported(tmp_path, has_head):
     (tmp_path / "head").mkdir()
     if has_head:
         saved(tmp_path / "head", E1)
-    command = ["export-head", str(tmp_path / "head"), "--to", "specforge", "-o", str(out)]
-    result = CliRunner().invoke(cli.main, command)
+    result = invoke("export-head", tmp_path / "head", "--to", "specforge", "-o", out)
     assert result.exit_code == 2 and "Traceback" not in result.stderr, result.stderr
     assert out.is_dir()
 
@@ -211,28 +208,24 @@ def test_without_a_model(tmp_path):
 # The command
 
 
-def run(*args):
-    return CliRunner().invoke(cli.main, ["export-head", *map(str, args)])
-
-
 def test_command(target_dir, tmp_path):
     saved(tmp_path / "ours", E3)
     arguments = (tmp_path / "ours", "--to", "speculators", "--model", target_dir)
-    result = run(*arguments, "-o", tmp_path / "out")
+    result = invoke("export-head", *arguments, "-o", tmp_path / "out")
     assert result.exit_code == 0, result.stderr
     assert result.stdout == "" and "EAGLE-3 head (fasteagle) written to" in result.stderr
     raw = json.loads((tmp_path / "out" / "config.json").read_text())
     assert raw["speculators_config"]["verifier"]["name_or_path"] == str(target_dir)
     (tmp_path / "empty").mkdir()
     with contextlib.chdir(tmp_path / "empty"):
-        assert run(*arguments, "-o", ".").exit_code == 0
+        assert invoke("export-head", *arguments, "-o", ".").exit_code == 0
     assert (tmp_path / "empty" / "config.json").exists()
-    result = run(*arguments, "-o", tmp_path / "out")
+    result = invoke("export-head", *arguments, "-o", tmp_path / "out")
     assert (
         result.exit_code == 2
         and "is there already and not empty: choose another place" in result.stderr
     )
-    result = run(tmp_path / "ours", "--to", "gguf", "-o", tmp_path / "folder")
+    result = invoke("export-head", tmp_path / "ours", "--to", "gguf", "-o", tmp_path / "folder")
     assert result.exit_code == 2 and "must be the name of a .gguf file" in result.stderr
 
 

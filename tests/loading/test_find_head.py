@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 
-from fasteagle.cli import main as cli
 from fasteagle.errors import FasteagleError
 from fasteagle.loading import registry
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
@@ -21,7 +19,7 @@ from fasteagle.loading.heads.write import save_head
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.paths import cache_dir
 from head_folders import official_files
-from helpers import eagle3_of, put_in_cache, random_head, save_tiny
+from helpers import eagle3_of, invoke, put_in_cache, random_head, save_tiny
 
 
 def empty_head(folder: Path) -> Path:
@@ -92,11 +90,11 @@ def test_chat_by_name_finds_target_and_published_head(name, tmp_path, hub_cache)
     put_in_cache(hub_cache, target_dir, entry.repo, entry.revision)
     put_in_cache(hub_cache, folder, published.repo, published.revision or "2" * 40)
     arguments = f"chat --model {name} -p hello --max-new-tokens 9 --precision fp32".split()
-    result = CliRunner().invoke(cli.main, arguments)
+    result = invoke(*arguments)
     assert result.exit_code == 0, result.stderr
     assert f"draft head {published.repo}: eagle" in result.stderr
     assert "not calibrated" in result.stderr and "accepted" in result.stderr
-    plain = CliRunner().invoke(cli.main, [*arguments, "--no-spec"])
+    plain = invoke(*arguments, "--no-spec")
     assert plain.stdout == result.stdout and "accepted" not in plain.stderr
     assert registry.local_path(name) is not None
 

@@ -7,10 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, quants
 
-from fasteagle.cli import main as cli
 from fasteagle.config import Eagle3Config, HeadConfig, Llama3RopeScaling
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import FasteagleError
@@ -27,7 +25,7 @@ from fasteagle.model import make_head, rope_table
 from fasteagle.shapes import TreeShape
 from gguf_files import finish
 from head_folders import AUX_LAYERS, DRAFT_IDS, head_for
-from helpers import empty_state, pairs, propose, random_target, tiny_config
+from helpers import empty_state, invoke, pairs, propose, random_target, tiny_config
 
 CONFIG = tiny_config(n_layer=8, rope_base=5e5)
 KIND = "official EAGLE-3"
@@ -272,10 +270,6 @@ def test_tensors_that_are_wrong(target, tokenizer, tmp_path, monkeypatch, name, 
 # The command
 
 
-def run(*args):
-    return CliRunner().invoke(cli.main, ["export-head", *map(str, args)])
-
-
 def test_export_with_the_tokenizer_of_a_file(target, tokenizer, tmp_path):
     head = head_for(target, KIND)
     save_head(tmp_path / "ours", head, {}, torch.bfloat16)
@@ -283,15 +277,16 @@ def test_export_with_the_tokenizer_of_a_file(target, tokenizer, tmp_path):
         write(tmp_path / "o", head, official_state(head), tokenizer, vocab_size=61)
     with pytest.raises(FasteagleError, match="architecture 'llama' is no draft head: give"):
         open_head(tokenizer)
-    arguments = (tmp_path / "ours", "--to", "gguf", "-o", tmp_path / "h.gguf")
-    result = run(*arguments, "--tokenizer-from", tokenizer)
+    files = (tmp_path / "ours", "--to", "gguf", "-o", tmp_path / "h.gguf")
+    export = ("export-head", *files, "--tokenizer-from", tokenizer)
+    result = invoke(*export)
     assert result.exit_code == 0, result.stderr
     loaded, _ = load_head(tmp_path / "h.gguf", CONFIG)
     ours, _ = load_head(tmp_path / "ours", CONFIG)
     expected = official_state(ours)
     assert all(torch.equal(t, expected[name]) for name, t in official_state(loaded).items())
-    assert run(*arguments, "--tokenizer-from", tokenizer).exit_code == 2  # it is there already
-    result = CliRunner().invoke(cli.main, ["inspect-head", str(tmp_path / "h.gguf")])
+    assert invoke(*export).exit_code == 2  # it is there already
+    result = invoke("inspect-head", tmp_path / "h.gguf")
     assert result.exit_code == 0 and "EAGLE-3 head (llama.cpp GGUF EAGLE-3)" in result.stdout
     assert "the inputs of blocks 2, 4, 5; listed as such" in result.stdout
 
@@ -308,7 +303,8 @@ def test_export_for_the_default_model(default_model_path, tmp_path):
     head.d2t.copy_(torch.arange(0, 4900, 49) - torch.arange(100))
     save_head(tmp_path / "ours", head, {}, torch.bfloat16)
     out = tmp_path / "h.gguf"
-    result = run(tmp_path / "ours", "--to", "gguf", "-o", out, "--model", default_model_path)
+    files = (tmp_path / "ours", "--to", "gguf", "-o", out, "--model", default_model_path)
+    result = invoke("export-head", *files)
     assert result.exit_code == 0, result.stderr
     loaded, _ = load_head(out, c)
     rows = checkpoint.load("model.embed_tokens.weight")[head.target_ids()]

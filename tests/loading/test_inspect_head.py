@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from click.testing import CliRunner
 
-from fasteagle.cli import main as cli
 from fasteagle.config import Eagle3Config, Llama3RopeScaling
 from fasteagle.generate import Engine
 from fasteagle.loading.heads import inspect as module
@@ -15,13 +13,13 @@ from fasteagle.loading.make_drafter import Drafting
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.options import DraftOptions
 from head_folders import DIALECTS, DRAFT_IDS, head_for, write_folder
-from helpers import edit_json, random_head, random_target, tiny_config
+from helpers import edit_json, invoke, random_head, random_target, tiny_config
 
 TARGET = tiny_config(n_layer=8, rope_base=5e5)
 
 
 def run(*args, code=0):
-    result = CliRunner().invoke(cli.main, ["inspect-head", *map(str, args)])
+    result = invoke("inspect-head", *args)
     assert result.exit_code == code, result.output
     lines = result.stdout.splitlines()
     facts = dict(line.strip().split("  ", 1) for line in lines[1:] if "  " in line.strip())
@@ -177,5 +175,5 @@ def test_aux_layers_by_option_reach_the_engine(own_head, tiny_dir, model, checkp
     assert drafter.aux_layers == (0, 1, 2)
     arguments = ["chat", "--model", tiny_dir, "-p", "hello", "--max-new-tokens", "5"]
     more = ["--head", own_head, "--tap-layers", "0,1,9"]
-    result = CliRunner().invoke(cli.main, [str(a) for a in [*arguments, *more]])
+    result = invoke(*arguments, *more)
     assert result.exit_code == 2 and "layers 0, 1, 9 must ascend within 0 .. 3" in result.stderr

@@ -6,9 +6,7 @@ import copy
 
 import pytest
 import torch
-from click.testing import CliRunner
 
-from fasteagle.cli import main as cli
 from fasteagle.decoding.backend import Backend
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.fused import FusedDrafter
@@ -25,7 +23,7 @@ from fasteagle.options import DraftOptions, SamplingParams
 from fasteagle.paths import cache_dir
 from fasteagle.shapes import GatedChain, TreeShape, read_tree
 from head_folders import DIALECTS, head_for, write_folder
-from helpers import eagle3_of, forbid, random_head
+from helpers import eagle3_of, forbid, invoke, random_head
 
 
 @pytest.fixture(scope="module")
@@ -248,8 +246,7 @@ def test_a_head_is_refused_before_the_target_is_loaded(tiny_dir, head_dir, monke
     monkeypatch.setattr(opening, "load_model", lambda *a, **k: pytest.fail("the target loaded"))
     (head_dir / "model.safetensors").write_bytes(b"12")
     for command in (["chat", "-p", "x"], ["tune"]):
-        arguments = [*command, "--model", str(tiny_dir), "--head", str(head_dir)]
-        result = CliRunner().invoke(cli.main, arguments)
+        result = invoke(*command, "--model", tiny_dir, "--head", head_dir)
         assert result.exit_code == 2 and "damaged or truncated" in result.stderr
 
 

@@ -7,10 +7,8 @@ import importlib.util
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 from fasteagle import device as devices
-from fasteagle.cli.main import main
 from fasteagle.cli.models import memory_cells
 from fasteagle.compile import cycles, int8_cache
 from fasteagle.decoding.context import MAX_TREE_ROWS, PREFILL_CHUNK_CUDA
@@ -29,6 +27,7 @@ from fasteagle.loading.tokenizer import DummyTokenizer
 from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
 from fasteagle.paths import cache_dir
 from fasteagle.quant.scheme import BF16, Scheme, int4_for
+from helpers import invoke
 
 LLAMA = REGISTRY["llama2-7b"].config
 GIB = 2**30
@@ -310,7 +309,7 @@ def test_quantized_weights_on_cuda_need_triton(monkeypatch):
 
 def test_out_of_memory_anywhere_else_is_one_line(monkeypatch):
     monkeypatch.setattr("fasteagle.cli.models.print_memory", raising(SHORT))
-    result = CliRunner().invoke(main, ["models", "--memory"])
+    result = invoke("models", "--memory")
     assert result.exit_code == 2 and result.stderr.count("\n") == 1
     assert "out of memory: lower --max-seq-len" in result.stderr
 
@@ -318,7 +317,7 @@ def test_out_of_memory_anywhere_else_is_one_line(monkeypatch):
 @pytest.mark.parametrize("error", [OTHERS[0], RuntimeError("a bug")], ids=["CUDA's", "ours"])
 def test_other_errors_of_a_runtime_keep_their_traceback(monkeypatch, error):
     monkeypatch.setattr("fasteagle.cli.models.print_memory", raising(error))
-    assert isinstance(CliRunner().invoke(main, ["models", "--memory"]).exception, RuntimeError)
+    assert isinstance(invoke("models", "--memory").exception, RuntimeError)
 
 
 def test_each_sequence_has_caches_of_its_own():
@@ -334,6 +333,6 @@ def test_each_sequence_has_caches_of_its_own():
 
 def test_out_of_memory_in_an_answer_is_one_line(tiny_dir, monkeypatch):
     monkeypatch.setattr("fasteagle.decoding.runner.Runner.launch", raising(SHORT))
-    result = CliRunner().invoke(main, ["chat", "--model", str(tiny_dir), "-p", "x", "--no-spec"])
+    result = invoke("chat", "--model", tiny_dir, "-p", "x", "--no-spec")
     assert result.exit_code == 2 and isinstance(result.exception, SystemExit)
     assert "Error: out of memory at token" in result.stderr.splitlines()[-1]

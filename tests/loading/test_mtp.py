@@ -6,10 +6,8 @@ import types
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from fasteagle.cli import main as cli
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
@@ -21,6 +19,7 @@ from gguf_files import write_gguf
 from helpers import (
     edit_json,
     empty_state,
+    invoke,
     make_hf_model,
     pairs,
     propose,
@@ -62,10 +61,6 @@ def write_mimo(folder, qwen2, drop=None):
 @pytest.fixture(scope="module")
 def mimo(qwen2, tmp_path_factory):
     return write_mimo(tmp_path_factory.mktemp("mimo"), qwen2)
-
-
-def invoke(*arguments):
-    return CliRunner().invoke(cli.main, [str(a) for a in arguments])
 
 
 ERNIE_NAMES = {

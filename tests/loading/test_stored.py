@@ -9,11 +9,9 @@ import shutil
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from fasteagle import paths
-from fasteagle.cli.main import main
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.errors import FasteagleError
@@ -33,7 +31,7 @@ from fasteagle.quant.linear import Int4Linear, Int8Linear, QuantizedLMHead
 from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import Scheme, parse_scheme
 from fasteagle.shapes import TreeShape
-from helpers import change_tensors, edit_json, make_hf_model, random_head, save_tiny
+from helpers import change_tensors, edit_json, invoke, make_hf_model, random_head, save_tiny
 
 PROMPT = [5, 9, 200, 17, 33, 8, 120, 64]
 
@@ -41,10 +39,6 @@ PROMPT = [5, 9, 200, 17, 33, 8, 120, 64]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("q") / "model", "llama3", intermediate_size=128)
-
-
-def cli(*arguments):
-    return CliRunner().invoke(main, [str(a) for a in arguments])
 
 
 def tokens(engine, n=24, prompt=PROMPT):
@@ -62,7 +56,7 @@ def quantized_engine(path, quant, dtype=torch.float32, head_bits=8):
 def test_written_folders_load_back_bit_equal(folder, tmp_path, quant):
     option = ["--precision", quant] if "-" in quant else [f"--{quant}"]
     out = tmp_path / "out"
-    done = cli("quantize", folder, *option, "-o", out)
+    done = invoke("quantize", folder, *option, "-o", out)
     assert done.exit_code == 0, done.output
     stored, direct = open_checkpoint(out), with_scheme(open_checkpoint(folder), quant)
     assert isinstance(stored, StoredFolder) and stored.names() == direct.names()
@@ -75,7 +69,7 @@ def test_written_folders_load_back_bit_equal(folder, tmp_path, quant):
             stored.start(name, 100).flatten()[:100], stored.load(name).flatten()[:100]
         )
     assert fingerprint(stored) == fingerprint(direct) != fingerprint(open_checkpoint(folder))
-    chat = cli("chat", "--model", out, "-p", "hello", "--max-new-tokens", 4, "--no-compile")
+    chat = invoke("chat", "--model", out, "-p", "hello", "--max-new-tokens", 4, "--no-compile")
     assert chat.exit_code == 0 and "int" in chat.stderr, chat.output
 
 
@@ -249,7 +243,7 @@ def test_a_calibrated_head_runs_as_it_was_judged(folder, tmp_path, monkeypatch, 
 
 def test_flags_that_contradict_the_checkpoint(folder, tmp_path):
     out = tmp_path / "out"
-    assert cli("quantize", folder, "--precision", "int4-g32", "-o", out).exit_code == 0
+    assert invoke("quantize", folder, "--precision", "int4-g32", "-o", out).exit_code == 0
     for arguments, message in (
         (("chat", "--model", out, "--int8", "-p", "x"), "already (int4-g32-minmax), which"),
         (("quantize", out, "--int8", "-o", tmp_path / "b"), "is quantized already"),
@@ -258,10 +252,11 @@ def test_flags_that_contradict_the_checkpoint(folder, tmp_path):
             "its precision is chosen when the model runs: leave -lm4 out",
         ),
     ):
-        done = cli(*arguments)
+        done = invoke(*arguments)
         assert done.exit_code == 2 and message in done.stderr, (arguments, done.stderr)
         assert done.stderr.count("\n") == 1
-    same = cli("chat", "--model", out, "--int4", "-p", "x", "--max-new-tokens", 2, "--no-compile")
+    sizes = ("--max-new-tokens", 2, "--no-compile")
+    same = invoke("chat", "--model", out, "--int4", "-p", "x", *sizes)
     assert same.exit_code == 0, same.stderr
     stored = open_checkpoint(out)
     for name in ("int4-g32", stored.scheme.name):
@@ -393,7 +388,7 @@ def test_weights_of_experts_in_older_folders(folder, tmp_path):
     """They named a softmax over the chosen ones otherwise."""
     granite = shutil.copytree(folder, tmp_path / "granite")  # for its tokenizer
     make_hf_model("granitemoe").save_pretrained(granite)
-    assert cli("quantize", tmp_path / "granite", "--int8", "-o", tmp_path / "out").exit_code == 0
+    assert invoke("quantize", tmp_path / "granite", "--int8", "-o", tmp_path / "out").exit_code == 0
     assert open_checkpoint(tmp_path / "out").config.moe.renormalize
     raw = json.loads((tmp_path / "out" / CONFIG).read_text())["model"]
     moe = raw["moe"] | {"score": "topk_softmax", "renormalize": False}

@@ -11,13 +11,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from click.testing import CliRunner
 
-from fasteagle.cli.main import main
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.entries import VICUNA_TEMPLATE
 from fasteagle.loading.tokenizer import ChatTokenizer, load_tokenizer
-from helpers import THINKING_TEMPLATE, TINY_VOCAB, edit_json
+from helpers import THINKING_TEMPLATE, TINY_VOCAB, edit_json, invoke
 
 USER = [{"role": "user", "content": "Hi"}]
 
@@ -297,7 +295,7 @@ def test_chat_with_a_folder_that_brings_code_asks_nothing(tiny_dir, tmp_path):
     auto_map = {"AutoTokenizer": [None, "own.Own"]}
     edit_json(folder / "tokenizer_config.json", auto_map=auto_map, tokenizer_class="Own")
     edit_json(folder / "config.json", auto_map={"AutoConfig": "own.Own"}, model_type="own")
-    done = CliRunner().invoke(main, ["chat", "--model", str(folder), "-p", "hi"], input="y\n")
+    done = invoke("chat", "--model", folder, "-p", "hi", input="y\n")
     assert not mark.exists()
     assert (done.exit_code, done.stdout) == (2, "")
     (error,) = done.stderr.splitlines()

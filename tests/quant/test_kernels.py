@@ -13,11 +13,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 
 from fasteagle.errors import FasteagleError
 from fasteagle.quant import interleaved, packed, tiling
-from helpers import output_without_triton
+from helpers import invoke, output_without_triton
 from kernel_cases import FORMATS, SHAPES, random_rows, random_weight, relative_error, tolerance
 
 
@@ -243,11 +242,11 @@ def bench(monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device to measure")
 def test_the_benchmark_says_in_one_line_what_it_needs(bench):
-    result = CliRunner().invoke(bench.main, [])
+    result = invoke(main=bench.main)
     assert result.exit_code == 2
     assert result.stderr.count("\n") == 1 and "no CUDA device" in result.stderr
     for option, value in (("--rows", "8,0"), ("--kernels", "int3"), ("--linears", "gate")):
-        result = CliRunner().invoke(bench.main, [option, value])
+        result = invoke(option, value, main=bench.main)
         assert result.exit_code == 2 and value.split(",")[-1] in result.stderr, option
 
 

@@ -8,9 +8,8 @@ import sys
 
 import httpx
 import pytest
-from click.testing import CliRunner
 
-from fasteagle.cli.main import main
+from helpers import invoke
 
 
 def test_wrong_parameters_are_a_400_in_the_document_too(live):
@@ -35,6 +34,6 @@ def test_the_command_says_what_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "fastapi", None)
     for name in ("fasteagle.cli.serve", "fasteagle.server.app"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    done = CliRunner().invoke(main, ["serve"])
+    done = invoke("serve")
     assert done.exit_code == 2
     assert done.stderr.count("\n") == 1 and "pip install 'fasteagle[serve]'" in done.stderr

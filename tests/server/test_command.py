@@ -6,13 +6,11 @@ import contextlib
 from types import SimpleNamespace
 
 import pytest
-from click.testing import CliRunner
 
 from fasteagle import llm
 from fasteagle.cli import serve
-from fasteagle.cli.main import main
 from fasteagle.server.protocol import ChatRequest
-from helpers import REPO, forbid, put_in_cache
+from helpers import REPO, forbid, invoke, put_in_cache
 
 
 @pytest.fixture
@@ -24,7 +22,7 @@ def started(monkeypatch):
 
     def start(model, *options):
         common = ["--precision", "fp32", "--drafter", "none", "--port", "0", "--no-compile"]
-        return CliRunner().invoke(main, ["serve", "--model", str(model), *common, *options])
+        return invoke("serve", "--model", model, *common, *options)
 
     return start, servers
 

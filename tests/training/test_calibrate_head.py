@@ -6,9 +6,7 @@ import json
 
 import pytest
 import torch
-from click.testing import CliRunner
 
-from fasteagle.cli import main as cli
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.heads.read import load_head
 from fasteagle.loading.heads.write import save_head
@@ -20,6 +18,7 @@ from helpers import (
     TINY_VOCAB,
     eagle3_of,
     edit_json,
+    invoke,
     raising,
     random_head,
     random_target,
@@ -44,10 +43,6 @@ def written(folder, algorithm="eagle1"):
 @pytest.fixture
 def text(tmp_path):
     return write_random_text(tmp_path / "text.jsonl", 32, 40)
-
-
-def invoke(*arguments):
-    return CliRunner().invoke(cli.main, [str(a) for a in arguments])
 
 
 def calibrate(folder, head, out, *more):

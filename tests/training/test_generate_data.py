@@ -8,16 +8,14 @@ import json
 import shutil
 
 import pytest
-from click.testing import CliRunner
 
-from fasteagle.cli import main as cli
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.prompts import read_conversations
 from fasteagle.training import generate_data
 from fasteagle.training.dialogues import Conversations, Reply, read_seeds
 from fasteagle.training.options import DataOptions
-from helpers import TINY_VOCAB, edit_json, save_tiny, write_questions
+from helpers import TINY_VOCAB, edit_json, invoke, save_tiny, write_questions
 
 FEW = ("--max-new-tokens", 24, "--precision", "fp32", "--max-seq-len", 400)
 
@@ -45,12 +43,8 @@ def seeds(tmp_path):
     return path
 
 
-def invoke(*arguments):
-    return CliRunner().invoke(cli.main, ["generate-data", *map(str, arguments)])
-
-
 def generated(model, out, *arguments):
-    done = invoke("--model", model, "--out", out, *FEW, *arguments)
+    done = invoke("generate-data", "--model", model, "--out", out, *FEW, *arguments)
     assert done.exit_code == 0, done.output
     return done.stderr
 
@@ -147,13 +141,13 @@ def test_other_settings_are_refused(model, prompts, tmp_path):
         (("--prompts", prompts, "--kv", "int8"), "kv None -> int8"),
     ):
         few = FEW[:2] if "--int8" in arguments else FEW
-        done = invoke("--model", model, "--out", out, *few, *arguments)
+        done = invoke("generate-data", "--model", model, "--out", out, *few, *arguments)
         assert done.exit_code == 2 and message in done.stderr, done.stderr
         assert done.stderr.count("Error: ") == 1 and "another --out" in done.stderr
     assert out.read_bytes() == before
     begun = tmp_path / "other.jsonl"
     generated(model, begun, "--prompts", prompts, "--kv", "int8")
-    done = invoke("--model", model, "--out", begun, *FEW, "--prompts", prompts)
+    done = invoke("generate-data", "--model", model, "--out", begun, *FEW, "--prompts", prompts)
     assert done.exit_code == 2 and "kv int8 -> None" in done.stderr
 
 
@@ -219,7 +213,8 @@ def test_an_answer_ends_where_it_repeats_itself(
 def test_a_model_that_writes_nothing_usable_is_not_asked_for_ever(tiny_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(generate_data, "HOPELESS", 5)
     monkeypatch.setattr("fasteagle.training.dialogues.INSTRUCTION_TOKENS", 2)
-    done = invoke("--model", tiny_dir, "--out", tmp_path / "t.jsonl", *FEW, "--self", "--tokens", 9)
+    arguments = ("--model", tiny_dir, "--out", tmp_path / "t.jsonl", *FEW)
+    done = invoke("generate-data", *arguments, "--self", "--tokens", 9)
     assert done.exit_code == 2
     assert "5 conversations were all dropped (5 instruction without an end)" in done.stderr
 
@@ -256,7 +251,7 @@ def test_what_is_refused_before_a_model_is_opened(arguments, message, tmp_path, 
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "s.jsonl").write_text('{"instruction": "Sing."}\n')
     write_questions(tmp_path / "p.jsonl", ["one"])
-    done = invoke("--out", "text.jsonl", *arguments)
+    done = invoke("generate-data", "--out", "text.jsonl", *arguments)
     assert done.exit_code == 2 and message in done.stderr, done.output
     assert "Traceback" not in done.stderr and done.exception.__class__ is SystemExit
 
@@ -267,22 +262,22 @@ def test_files_of_others_are_not_written_to(model, prompts, tmp_path):
     for settings in (None, "[]"):
         if settings is not None:
             (tmp_path / "notes.txt.settings.json").write_text(settings)
-        done = invoke("--model", model, "--out", out, "--prompts", prompts)
+        done = invoke("generate-data", "--model", model, "--out", out, "--prompts", prompts)
         assert done.exit_code == 2 and "not begun by generate-data" in done.stderr
         assert out.read_text() == "mine\n"
     text = tmp_path / "text.jsonl"
     generated(model, text, "--prompts", prompts)
     text.write_text('{"ids": [1, 2], "prompt_len": 1}\n')
-    done = invoke("--model", model, "--out", text, "--prompts", prompts, *FEW)
+    done = invoke("generate-data", "--model", model, "--out", text, "--prompts", prompts, *FEW)
     assert done.exit_code == 2 and "line 1: not a line that generate-data wrote" in done.stderr
     for ids, n in (([[1], 2], 1), ([1, 2], 3), ([1, 2], 0)):
         line = {"id": 0, "turn": 1, "turns": 1, "prompt_len": n, "ids": ids}
         text.write_text(json.dumps(line) + "\n")
-        done = invoke("--model", model, "--out", text, "--prompts", prompts, *FEW)
+        done = invoke("generate-data", "--model", model, "--out", text, "--prompts", prompts, *FEW)
         assert done.exit_code == 2 and "line 1: not a line that" in done.stderr
     with text.open("a") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        done = invoke("--model", model, "--out", text, "--prompts", prompts, *FEW)
+        done = invoke("generate-data", "--model", model, "--out", text, "--prompts", prompts, *FEW)
         assert done.exit_code == 2 and "is being written by another process" in done.stderr
 
 
@@ -294,5 +289,5 @@ def test_a_template_without_a_question(tmp_path, monkeypatch):
         monkeypatch.setattr("fasteagle.loading.open.load_tokenizer", lambda *a, t=tokenizer: t)
         monkeypatch.setattr(generate_data, "LocalModel", None)
         out = tmp_path / f"{name}.jsonl"
-        done = invoke("--model", folder, "--out", out, "--self", "--count", 1)
+        done = invoke("generate-data", "--model", folder, "--out", out, "--self", "--count", 1)
         assert done.exit_code == 2 and "has no beginning of a question" in done.stderr

@@ -8,12 +8,11 @@ import sys
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 from fasteagle.loading.heads.write import save_head
 from fasteagle.loading.open import open_model
 from fasteagle.options import RuntimeOptions
-from helpers import SCRIPTS, random_head, write_random_text
+from helpers import SCRIPTS, invoke, random_head, write_random_text
 
 
 @pytest.fixture
@@ -36,9 +35,9 @@ def heads(tiny_dir, tmp_path):
 
 def test_a_line_for_each_head(module, tiny_dir, heads, tmp_path):
     text = write_random_text(tmp_path / "t.jsonl", 5, 30)
-    named = [word for head in heads for word in ("--head", str(head))]
-    command = ["--model", str(tiny_dir), "--data", str(text), "--limit", "4", *named]
-    done = CliRunner().invoke(module.main, command)
+    named = [word for head in heads for word in ("--head", head)]
+    options = ("--model", tiny_dir, "--data", text, "--limit", 4)
+    done = invoke(*options, *named, main=module.main)
     assert done.exit_code == 0, done.stderr
     lines = done.stdout.splitlines()
     for table in (0, 5):
@@ -51,7 +50,7 @@ def test_what_is_refused(module, tiny_dir, heads, tmp_path, monkeypatch):
     text = write_random_text(tmp_path / "t.jsonl", 3, 30)
 
     def refusal(*words) -> str:
-        done = CliRunner().invoke(module.main, ["--model", str(tiny_dir), *map(str, words)])
+        done = invoke("--model", tiny_dir, *words, main=module.main)
         assert done.exit_code == 2
         return done.stderr.splitlines()[-1]
 
@@ -73,10 +72,10 @@ def test_prompts_of_every_kind(tmp_path, monkeypatch):
     files = []
     for name, more in (("a", ["--seed", "1"]), ("b", ["--seed", "1"]), ("c", [])):
         files.append(tmp_path / name)
-        command = ["--count", "300", "--seeds", str(seeds), "--out", str(files[-1]), *more]
-        assert CliRunner().invoke(head_prompts.main, command).exit_code == 0
+        command = ["--count", 300, "--seeds", seeds, "--out", files[-1], *more]
+        assert invoke(*command, main=head_prompts.main).exit_code == 0
     seeds.write_text('{"instruction": "Sing.", "input": "", "output": 3}\n')
-    refused = CliRunner().invoke(head_prompts.main, command)
+    refused = invoke(*command, main=head_prompts.main)
     assert refused.exit_code == 2 and "seeds.jsonl, line 1: expected" in refused.stderr
     first, same, other = (path.read_text().splitlines() for path in files)
     assert first == same != other

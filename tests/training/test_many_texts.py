@@ -7,7 +7,6 @@ import re
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
@@ -18,7 +17,15 @@ from fasteagle.prompts import Conversation, read_conversations
 from fasteagle.training import many_texts
 from fasteagle.training.dialogues import Request
 from fasteagle.training.many_texts import ManyTexts, features_of
-from helpers import SCRIPTS, Letters, random_target, tiny_config, write_questions, write_random_text
+from helpers import (
+    SCRIPTS,
+    Letters,
+    invoke,
+    random_target,
+    tiny_config,
+    write_questions,
+    write_random_text,
+)
 
 GREEDY, DRAWN = SamplingParams(), SamplingParams(1.0)
 
@@ -141,8 +148,7 @@ def run(tiny_dir, tmp_path, monkeypatch):
 
     def run(recipes, *more):
         (tmp_path / "recipes.json").write_text(json.dumps(recipes))
-        command = [str(word) for word in (*words, *more)]
-        return CliRunner().invoke(train_on_card.main, command)
+        return invoke(*words, *more, main=train_on_card.main)
 
     return run
 

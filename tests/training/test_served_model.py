@@ -11,12 +11,10 @@ import threading
 import time
 
 import pytest
-from click.testing import CliRunner
 
-from fasteagle.cli import main as cli
 from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.training import served_model
-from helpers import write_questions
+from helpers import invoke, write_questions
 
 
 class Stub(http.server.ThreadingHTTPServer):
@@ -86,8 +84,7 @@ def ask(tiny_dir, tmp_path):
 
     def run(url, *more, out="text.jsonl"):
         arguments = ("--model", tiny_dir, "--prompts", prompts, "--out", tmp_path / out)
-        words = ["generate-data", *arguments, "--base-url", url, *more]
-        return CliRunner().invoke(cli.main, [str(word) for word in words])
+        return invoke("generate-data", *arguments, "--base-url", url, *more)
 
     run.prompts = prompts
     return run

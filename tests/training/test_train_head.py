@@ -11,16 +11,14 @@ import sys
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file
 
-from fasteagle.cli import main as cli
 from fasteagle.loading.checkpoint import open_checkpoint
 from fasteagle.loading.heads.read import load_head
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.paths import cache_dir, only_writer
 from fasteagle.training import train_head as module
-from helpers import edit_json, write_random_text
+from helpers import edit_json, invoke, write_random_text
 
 
 @pytest.fixture
@@ -35,10 +33,6 @@ def command(tiny_dir, text_file, out, *more):
         sizes += ("--loss-vocab-size", 64)
     files = ("--model", tiny_dir, "--data", text_file, "--out", out)
     return ("train-head", *files, *options, *sizes, *more)
-
-
-def invoke(*arguments):
-    return CliRunner().invoke(cli.main, [str(a) for a in arguments])
 
 
 def test_the_command_survives_a_kill_and_writes_a_head(tiny_dir, text_file, tmp_path, compiled):
