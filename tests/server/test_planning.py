@@ -22,18 +22,31 @@ from helpers import raising
 
 
 @pytest.fixture
-def planning(monkeypatch):
-    """Plans take until the event is set; the list has a plan for each that has begun."""
-    begun, go_on, original = [], threading.Event(), Planner.chat
+def hold(monkeypatch):
+    """Let calls take until an event is set; a list has the arguments of those that have begun."""
+    events = []
 
-    def chat(self, body):
-        begun.append(body)
-        assert go_on.wait(20)
-        return original(self, body)
+    def let(owner, name, when=lambda *args: True):
+        begun, go_on, original = [], threading.Event(), getattr(owner, name)
 
-    monkeypatch.setattr(Planner, "chat", chat)
-    yield begun, go_on
-    go_on.set()
+        def held(*args):
+            if when(*args):
+                begun.append(args)
+                assert go_on.wait(20)
+            return original(*args)
+
+        monkeypatch.setattr(owner, name, held)
+        events.append(go_on)
+        return begun, go_on
+
+    yield let
+    for event in events:
+        event.set()
+
+
+@pytest.fixture
+def planning(hold):
+    return hold(Planner, "chat")
 
 
 def test_planning_is_bounded_and_blocks_nothing_else(loaded, planning):
@@ -86,23 +99,14 @@ def test_a_body_of_many_small_parts_is_refused_by_their_number(live, messages):
     assert error["message"].endswith("with their parts and calls: use at most 16,384")
 
 
-def test_a_long_reply_is_written_beside_others(live, monkeypatch):
+def test_a_long_reply_is_written_beside_others(live, hold):
     """Log-probabilities of 2,000 tokens with 20 others each took the event loop seconds."""
-    begun, go_on, original = threading.Event(), threading.Event(), app.whole_reply
-
-    def slow(*arguments):
-        begun.set()
-        assert go_on.wait(20)
-        return original(*arguments)
-
-    monkeypatch.setattr(app, "whole_reply", slow)
+    begun, go_on = hold(app, "whole_reply")
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         asked = pool.submit(httpx.post, live.url + CHAT, json=SHORT, timeout=30)
-        try:
-            assert begun.wait(10)
-            assert httpx.get(f"{live.url}/health", timeout=5).status_code == 200
-        finally:
-            go_on.set()
+        until(lambda: begun)
+        assert httpx.get(f"{live.url}/health", timeout=5).status_code == 200
+        go_on.set()
         assert asked.result().status_code == 200
 
 
@@ -145,17 +149,8 @@ def test_earlier_calls_are_rendered_by_the_template_for_tools(live, monkeypatch,
 
 
 @pytest.fixture
-def compiling(monkeypatch):
-    """Trials of grammars take until the event is set; the list has those that have begun."""
-    begun, go_on = [], threading.Event()
-
-    def slow(kind, text):
-        begun.append(text)
-        assert go_on.wait(20)
-
-    monkeypatch.setattr(prepare, "try_grammar", slow)
-    yield begun, go_on
-    go_on.set()
+def compiling(hold):
+    return hold(prepare, "try_grammar")
 
 
 def test_a_grammar_that_is_compiled_holds_up_nobody_else(live, compiling):
@@ -193,17 +188,9 @@ def test_a_grammar_that_takes_long_is_refused_in_time_and_holds_up_nobody(live):
     assert seconds < 10 and n_others > 5
 
 
-def test_a_long_text_is_read_beside_the_others(live, monkeypatch):
+def test_a_long_text_is_read_beside_the_others(live, hold):
     """One of a client's at a time; who leaves has no second one read beside the first."""
-    begun, go_on, original = [], threading.Event(), live.llm.tokenizer.encode_document
-
-    def encode(text):
-        if len(text) > 10_000:
-            begun.append(text)
-            assert go_on.wait(20)
-        return original(text)
-
-    monkeypatch.setattr(live.llm.tokenizer, "encode_document", encode)
+    begun, go_on = hold(live.llm.tokenizer, "encode_document", lambda text: len(text) > 10_000)
     ask = functools.partial(httpx.post, f"{live.url}/tokenize", timeout=30)
     long = {"prompt": "é" * 20_000}
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
@@ -258,25 +245,15 @@ def test_a_conversation_has_as_many_tokens_as_its_chat(loaded, monkeypatch, thin
     assert count["count"] == usage["prompt_tokens"]
 
 
-def test_a_body_of_many_values_is_read_beside_others(live, monkeypatch):
+def test_a_body_of_many_values_is_read_beside_others(live, hold):
     """In 8 MiB there can be millions: their reading stopped every stream for seconds."""
-    begun, go_on, original = threading.Event(), threading.Event(), bodies.read_body
-
-    def slow(raw, kind, most):
-        if len(raw) > bodies.SHORT_BYTES:
-            begun.set()
-            assert go_on.wait(20)
-        return original(raw, kind, most)
-
-    monkeypatch.setattr(bodies, "read_body", slow)
+    begun, go_on = hold(bodies, "read_body", lambda raw, *rest: len(raw) > bodies.SHORT_BYTES)
     long = {**SHORT, "metadata": {"list": [{"a": []}] * 10_000}}
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         asked = pool.submit(httpx.post, live.url + CHAT, json=long, timeout=30)
-        try:
-            assert begun.wait(10)
-            assert httpx.post(live.url + CHAT, json=SHORT, timeout=5).status_code == 200
-        finally:
-            go_on.set()
+        until(lambda: begun)
+        assert httpx.post(live.url + CHAT, json=SHORT, timeout=5).status_code == 200
+        go_on.set()
         assert asked.result().status_code == 200
     long["metadata"]["list"] *= 10
     reply = httpx.post(live.url + CHAT, json=long, timeout=30)
