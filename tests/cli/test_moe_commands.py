@@ -7,7 +7,7 @@ import json
 import pytest
 
 from families import MOE_FAMILIES
-from helpers import invoke, save_tiny, write_random_text
+from helpers import invoke, rest_slow, save_tiny, write_random_text
 
 
 def succeeds(*arguments):
@@ -16,7 +16,7 @@ def succeeds(*arguments):
     return done
 
 
-@pytest.mark.parametrize("family", MOE_FAMILIES)
+@pytest.mark.parametrize("family", rest_slow([*MOE_FAMILIES], 2))
 def test_a_folder_of_every_family_answers(tmp_path, family, no_compiler):
     """Drafts change no token, quantized or not."""
     folder = save_tiny(tmp_path / "m", family, **WIDE.get(family, {}))

@@ -25,8 +25,9 @@ def serve_dir(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def loaded(serve_dir):
-    return load(serve_dir, parallel=4)
+def loaded(request, serve_dir):
+    """A model with four slots, or as many as a test says."""
+    return load(serve_dir, parallel=getattr(request, "param", 4))
 
 
 @pytest.fixture(scope="session")

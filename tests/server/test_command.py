@@ -9,8 +9,9 @@ import pytest
 
 from fasteagle import llm
 from fasteagle.cli import serve
+from fasteagle.loading import open as opening
 from fasteagle.server.protocol import ChatRequest
-from helpers import REPO, forbid, invoke, put_in_cache
+from helpers import REPO, forbid, invoke, put_in_cache, raising
 
 
 @pytest.fixture
@@ -70,6 +71,15 @@ def test_it_says_that_the_default_model_is_small(serve_dir, started, monkeypatch
     done = started[0](serve_dir)
     assert done.exit_code == 0, done.output
     assert ("is a small model for trying out, and often wrong" in done.stderr) is is_default
+
+
+def test_a_port_in_use_is_one_line_before_the_model_is_loaded(
+    live, serve_dir, started, monkeypatch
+):
+    monkeypatch.setattr(opening, "load_model", raising(AssertionError("loaded")))
+    done = started[0](serve_dir, "--port", live.port)
+    assert done.exit_code == 2 and done.stderr.count("\n") == 1
+    assert f"port {live.port} of 127.0.0.1 is in use" in done.stderr
 
 
 @pytest.mark.parametrize("is_cached", [True, False])

@@ -164,10 +164,3 @@ def test_memory_does_not_grow(live):
     assert min(now[0] for now in after) < objects + 100
     assert min(now[1] for now in after) <= threads + 1
     assert after[-1][2] < 1.02 * rss
-
-
-def test_a_second_server_on_the_port_is_one_line(live, serve_dir):
-    command = [*SERVE, "--model", str(serve_dir), "--port", str(live.port)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2 and "is in use" in done.stderr
-    assert done.stderr.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Waiting, leaving, limits of time and number, with one slot and with four."""
+"""Waiting, leaving, limits of time and number; with one slot too where the number matters."""
 
 from __future__ import annotations
 
@@ -14,19 +14,7 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
-from live_server import (
-    CHAT,
-    LONG,
-    SHORT,
-    busy,
-    deaf,
-    failures,
-    load,
-    n_generated,
-    number,
-    serving,
-    until,
-)
+from live_server import CHAT, LONG, SHORT, busy, deaf, failures, n_generated, number, serving, until
 
 from fasteagle.answering.answer import Chunk
 from fasteagle.decoding.stats import Stats
@@ -37,18 +25,10 @@ from fasteagle.server.job import Job, TimedOutError, groups
 from fasteagle.server.log import Record
 from fasteagle.server.queue import QueueFullError
 
-
-@pytest.fixture(scope="module", params=[1, 4], ids="parallel={}".format)
-def loaded(request, serve_dir):
-    return load(serve_dir, request.param)
+both = pytest.mark.parametrize("loaded", [1, 4], ids="parallel={}".format, indirect=True)
 
 
-@pytest.fixture(scope="module")
-def live(loaded):
-    with serving(loaded) as found:
-        yield found
-
-
+@both
 def test_many_clients_get_their_own_answers(live):
     def ask(i):
         messages = [{"role": "user", "content": f"client {i}"}]
@@ -64,6 +44,7 @@ def test_many_clients_get_their_own_answers(live):
     assert found == expected and len(set(found)) > 12
 
 
+@both
 def test_requests_that_are_planned_have_places(live, monkeypatch):
     """One too many is told how long all of these take, at the pace of the last answers."""
     queue = live.server.queue
@@ -106,7 +87,7 @@ def test_a_client_that_leaves_ends_its_answer(live, slow, n_read):
     assert httpx.post(live.url + CHAT, json=SHORT).status_code == 200
 
 
-def test_a_client_that_leaves_before_the_first_event_is_read(live, slow):
+def test_a_client_that_leaves_before_the_first_event_is_read():
     """The response's own code is cancelled then before it looks at the answer."""
     from starlette.requests import ClientDisconnect
 
@@ -134,6 +115,7 @@ def test_a_client_that_leaves_before_the_first_event_is_read(live, slow):
     assert job.left == 2
 
 
+@both
 def test_a_client_that_leaves_while_it_waits(live, slow):
     gone = 'fasteagle:requests_refused_total{.*status="499"}'
     before, n_gone = failures(live, "cancelled"), number(live, gone)
@@ -167,6 +149,7 @@ def test_a_long_prompt_can_be_left_too(live, monkeypatch):
     assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] >= 256
 
 
+@both
 def test_too_many_are_told_when_to_come_back(loaded, slow):
     with (
         serving(loaded, ServeOptions(port=0, queue=2)) as small,

@@ -125,8 +125,7 @@ def test_what_is_there_is_not_written_over(text, tmp_path, no_compiler):
     assert refused.exit_code == 2 and "no place for a head" in refused.stderr
 
 
-@pytest.mark.parametrize("algorithm", ["eagle1", "eagle3"])
-@pytest.mark.parametrize("is_better", [True, False])
+@pytest.mark.parametrize(("algorithm", "is_better"), [("eagle1", True), ("eagle3", False)])
 def test_only_a_better_head_is_kept(algorithm, is_better, text, tmp_path, monkeypatch, no_compiler):
     tau = 9.0 if is_better else 0.5
     monkeypatch.setattr(Trainer, "evaluate", lambda self: HeldOut((0.5,), tau, 10, tv=(0.5,)))
