@@ -87,6 +87,15 @@ def save_tiny(folder: Path, family: str = "llama3", **overrides) -> Path:
     return folder
 
 
+class Dequantized:
+    """A quantized checkpoint seen as an ordinary one."""
+
+    def __init__(self, checkpoint):
+        self.config, self.names = checkpoint.config, checkpoint.names
+        self.shape, self.load, self.start = checkpoint.shape, checkpoint.load, checkpoint.start
+        self.scheme = None
+
+
 def edit_json(path: Path, **changes) -> None:
     content = json.loads(path.read_text())
     path.write_text(json.dumps({**content, **changes}))

@@ -16,7 +16,7 @@ from fasteagle.loading.checkpoint import open_checkpoint, required_bytes
 from fasteagle.loading.quantize import with_scheme
 from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.options import RuntimeOptions
-from helpers import invoke, save_tiny
+from helpers import Dequantized, invoke, save_tiny
 
 TEXT = "The quick brown fox jumps over the lazy dog, again and again. " * 12
 
@@ -55,7 +55,7 @@ def test_against_transformers(folder, text, monkeypatch, capsys):
     for q in qualities:
         scheme = None if q.precision == "fp32" else q.precision
         checkpoint = with_scheme(open_checkpoint(folder), scheme)
-        theirs = full if scheme is None else logits_of(_plain(checkpoint), windows)
+        theirs = full if scheme is None else logits_of(Dequantized(checkpoint), windows)
         nll = -torch.cat(
             [
                 p.gather(1, torch.tensor(w[1:])[:, None])
@@ -79,11 +79,6 @@ def test_a_window_may_be_the_whole_context(folder, text, monkeypatch):
     (probs,) = logits_of(open_checkpoint(folder), [ids])
     nll = -probs.gather(1, torch.tensor(ids[1:])[:, None]).mean()
     assert quality.perplexity == pytest.approx(math.exp(nll), rel=1e-4)
-
-
-class _plain:
-    def __init__(self, checkpoint):
-        self.config, self.names, self.load = checkpoint.config, checkpoint.names, checkpoint.load
 
 
 def test_the_reference_has_16_bits_where_32_would_fill_the_memory(folder, text, monkeypatch):

@@ -22,7 +22,7 @@ from fasteagle.loading.tensors import DummyCheckpoint, SafetensorsFolder, finger
 from fasteagle.model import MoE
 from fasteagle.quant.scheme import Scheme
 from gguf_files import write_gguf
-from helpers import logits_of, make_hf_model, tiny_config
+from helpers import Dequantized, logits_of, make_hf_model, tiny_config
 from quantized_folders import CASES, CONFIG, Oracle, make, plain_tensors
 
 WIDE = {"mixtral": {"intermediate_size": 64}}  # int4 groups of 32 everywhere
@@ -106,15 +106,6 @@ def test_quantized_folders_hold_the_same_model(tmp_path, family, number):
     assert torch.equal(
         computed(stored.run_in(dataclasses.replace(stored.scheme, head_bits=16))), computed(exact)
     )
-
-
-class Dequantized:
-    """A quantized checkpoint seen as an ordinary one."""
-
-    def __init__(self, checkpoint):
-        self.config, self.names = checkpoint.config, checkpoint.names
-        self.shape, self.load, self.start = checkpoint.shape, checkpoint.load, checkpoint.start
-        self.scheme = None
 
 
 def q4_k_m(name: str) -> str:

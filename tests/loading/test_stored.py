@@ -31,7 +31,15 @@ from fasteagle.quant.linear import Int4Linear, Int8Linear, QuantizedLMHead
 from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import Scheme, parse_scheme
 from fasteagle.shapes import TreeShape
-from helpers import change_tensors, edit_json, invoke, make_hf_model, random_head, save_tiny
+from helpers import (
+    Dequantized,
+    change_tensors,
+    edit_json,
+    invoke,
+    make_hf_model,
+    random_head,
+    save_tiny,
+)
 
 PROMPT = [5, 9, 200, 17, 33, 8, 120, 64]
 
@@ -183,19 +191,10 @@ def test_a_damaged_folder_is_refused_and_in_the_cache_repaired_once(folder, dama
 def test_a_quantized_model_is_its_dequantized_twin(folder):
     """In fp32 the engine computes with exactly the stored values."""
     engine, checkpoint = quantized_engine(folder, "int4-g32", head_bits=16)
-    dense = load_model(_Dequantized(checkpoint), dtype=torch.float32, device="cpu", max_seq_len=256)
+    dense = load_model(Dequantized(checkpoint), dtype=torch.float32, device="cpu", max_seq_len=256)
     assert tokens(engine) == tokens(Engine(dense, 256))
     full = load_model(open_checkpoint(folder), dtype=torch.float32, device="cpu", max_seq_len=256)
     assert (full.blocks[0].mlp.down.weight - dense.blocks[0].mlp.down.weight).abs().max() > 0.01
-
-
-class _Dequantized:
-    """A quantized checkpoint seen as an ordinary one."""
-
-    def __init__(self, checkpoint):
-        self.config, self.names = checkpoint.config, checkpoint.names
-        self.shape, self.load, self.start = checkpoint.shape, checkpoint.load, checkpoint.start
-        self.scheme = None
 
 
 @pytest.mark.parametrize(("bits", "kind"), [(8, Int8Linear), (4, Int4Linear), (16, None)])
