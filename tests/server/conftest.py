@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 
+import openai
 import pytest
 
 pytest.importorskip("fastapi", reason="needs the extra [serve]")
@@ -34,6 +35,12 @@ def loaded(request, serve_dir):
 def live(loaded):
     with serving(loaded) as found:
         yield found
+
+
+@pytest.fixture(scope="session")
+def client(live):
+    """OpenAI's own client."""
+    return openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
 
 
 @pytest.fixture

@@ -21,11 +21,6 @@ from helpers import THINKING_TEMPLATE
 
 
 @pytest.fixture(scope="module")
-def client(live):
-    return openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
-
-
-@pytest.fixture(scope="module")
 def name(live):
     return live.server.name
 

@@ -9,7 +9,6 @@ import threading
 import time
 
 import httpx
-import openai
 import pytest
 import torch
 from live_server import CHAT, LETTER_ID, SHORT, busy, load, number, serving, slow_down, until
@@ -175,11 +174,6 @@ def test_where_nothing_runs_a_lack_of_memory_is_told(fresh, monkeypatch):
     monkeypatch.setattr(fasteagle.batch, "available_bytes", lambda device: 0)
     reply = post(fresh, body(n=1900))
     assert reply.status_code == 400 and "GiB" in reply.json()["error"]["message"]
-
-
-@pytest.fixture(scope="module")
-def client(live):
-    return openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import openai
 import pytest
 
 
 @pytest.mark.parametrize("is_cut", [False, True], ids=["whole", "cut"])
-def test_a_thought_has_a_field_of_its_own(live, plant, monkeypatch, is_cut):
+def test_a_thought_has_a_field_of_its_own(client, live, plant, monkeypatch, is_cut):
     """Whole and in a stream; one that is cut short is no text."""
     tokenizer, name = live.llm.tokenizer, live.server.name
     monkeypatch.setattr(tokenizer, "_template", f"{tokenizer._template}{{# </think> #}}")
     plant("<think>\nhm\n</think>\n\nyes")
-    client = openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
     question = [{"role": "user", "content": "hello"}]
     given = {"model": name, "messages": question, "max_tokens": 10 if is_cut else 40}
     (whole,) = client.chat.completions.create(**given).choices

@@ -23,11 +23,6 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_
 BARE = '{"name": "weather", "parameters": {"city": "Rome"}}'
 
 
-@pytest.fixture
-def client(live):
-    return openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
-
-
 def ask(client, live, **more):
     messages = more.pop("messages", [{"role": "user", "content": "hello"}])
     more = {"tools": [WEATHER], "max_tokens": 120, **more}
