@@ -15,8 +15,9 @@ APP = {"origin": "https://app.example"}
 
 @pytest.fixture(scope="module")
 def shared(loaded):
-    """A server that pages of one origin may use."""
-    with serving(loaded, ServeOptions(port=0, allow_origin=(APP["origin"],))) as found:
+    """A server that pages of one origin may use, under a name of its own."""
+    options = ServeOptions(port=0, allow_origin=(APP["origin"],), allow_host=("box.lan",))
+    with serving(loaded, options) as found:
         yield found
 
 
@@ -48,13 +49,21 @@ def test_refusals_tell_what_would_be_let_in(live, loaded):
 
 
 def test_pages_may_ask_with_a_key_and_read_what_they_need(shared):
-    wanted = {"access-control-request-headers": "authorization"}
+    """Those of other origins, or under other names of the server, may not."""
+    wanted = {"access-control-request-headers": "authorization,x-stainless-os,x-stainless-lang"}
     for method, path in (("GET", "/v1/models"), ("POST", CHAT)):
         headers = {**APP, **wanted, "access-control-request-method": method}
         assert httpx.options(shared.url + path, headers=headers).status_code == 200
-    readable = httpx.get(f"{shared.url}/v1/models", headers=APP).headers
-    exposed = readable["access-control-expose-headers"].split(", ")
+    url = f"{shared.url}/v1/models"
+    reply = httpx.get(url, headers={**APP, "host": "box.lan:1"})
+    assert reply.status_code == 200
+    assert reply.headers["access-control-allow-origin"] == APP["origin"]
+    exposed = reply.headers["access-control-expose-headers"].split(", ")
     assert {"retry-after", "x-request-id"} <= set(exposed)
+    reply = httpx.get(url, headers={**APP, "host": "evil.example"})
+    assert reply.status_code == 403
+    assert reply.headers["access-control-allow-origin"] == APP["origin"]
+    assert httpx.get(url, headers={"origin": "https://b.example"}).status_code == 403
 
 
 @pytest.mark.parametrize(
