@@ -70,6 +70,8 @@ WEATHER = {
     },
 }
 
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+
 LONG = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1900, "stream": True}
 LONG["logit_bias"] = {str(LETTER_ID): 100}  # no answer ends by itself
 SHORT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}

@@ -1,26 +1,16 @@
-"""Tool calls: written by the templates that can, read back from answers, streamed or not."""
+"""Tool calls in chats with templates that can write them, streamed or not."""
 
 from __future__ import annotations
 
 import json
-import time
 
 import httpx
 import openai
 import pytest
-from live_server import LLAMA, QWEN, WEATHER
+from live_server import CALL, LLAMA, QWEN, WEATHER
 
-from fasteagle.answering.answer import Chunk
-from fasteagle.answering.answer_logits import AnswerRequest
 from fasteagle.errors import FasteagleError
-from fasteagle.options import AnswerOptions, SamplingParams
-from fasteagle.server.prepare import Plan
-from fasteagle.server.replies import AnswerText
-from fasteagle.server.tools import HERMES, LLAMA3, Call, answer_grammar, parse_calls, tool_format
-
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
-
-BARE = '{"name": "weather", "parameters": {"city": "Rome"}}'
+from fasteagle.server.tools import HERMES, LLAMA3, answer_grammar, tool_format
 
 
 def ask(client, live, **more):
@@ -29,110 +19,11 @@ def ask(client, live, **more):
     return client.chat.completions.create(model=live.server.name, messages=messages, **more)
 
 
-def read(text, step=1000, form=None, is_cut=False, opened="", most_calls=None, may_think=False):
-    """Read an answer that comes in steps: what is shown before its end, all of it, and the rest."""
-    request = AnswerRequest([1], SamplingParams(), AnswerOptions(), frozenset())
-    names = frozenset({"weather"})
-    plan = Plan(
-        [request],
-        opened=opened,
-        may_think=may_think,
-        tools=form,
-        tool_names=names,
-        most_calls=most_calls,
-    )
-    answer = AnswerText(plan)
-    pieces = [answer.push(Chunk(text[i : i + step])) for i in range(0, len(text), step)]
-    shown = "".join(piece.content for piece in pieces)
-    pieces.append(answer.finish(is_cut))
-    return shown, "".join(p.content for p in pieces), "".join(p.reasoning for p in pieces), answer
-
-
 def test_which_templates_can():
     assert tool_format(QWEN) is HERMES and tool_format(LLAMA) is LLAMA3
     for other in ("", "{{ messages }}", "{% if tools %}{{ tools }}{% endif %}", "<tool_call>"):
         with pytest.raises(FasteagleError, match="tools: this model's chat template takes none"):
             tool_format(other)
-
-
-@pytest.mark.parametrize(
-    ("text", "form", "left", "calls"),
-    [
-        (CALL, HERMES, "", [("weather", {"city": "Rome"})]),
-        ("Let me see. " + CALL, HERMES, "Let me see.", [("weather", {"city": "Rome"})]),
-        (CALL + "\n" + CALL, HERMES, "", [("weather", {"city": "Rome"})] * 2),
-        ('<tool_call>{"name": "f"}</tool_call>', HERMES, "", [("f", {})]),
-        ("<tool_call>{broken}</tool_call>", HERMES, None, []),
-        ('<tool_call>{"name": "f", "arguments": 3}</tool_call>', HERMES, None, []),
-        ('<tool_call>{"name": "f"', HERMES, None, []),
-        ("no call", HERMES, None, []),
-        (
-            '<tool_call>\n{"name": "f", "arguments": {"a": "x </tool_call> y"}}\n</tool_call> z',
-            HERMES,
-            "z",
-            [("f", {"a": "x </tool_call> y"})],
-        ),
-        (
-            CALL + '<tool_call>{"name": "Anna"}</tool_call>' + CALL,
-            HERMES,
-            '<tool_call>{"name": "Anna"}</tool_call>',
-            [("weather", {"city": "Rome"})] * 2,
-        ),
-        (CALL.replace('"Rome"', r'"\ud83d"'), HERMES, "", [("weather", {"city": "?"})]),
-        (CALL.replace('"Rome"', "NaN"), HERMES, None, []),
-        ('{"name": "f", "parameters": {"a": 1}}', LLAMA3, "", [("f", {"a": 1})]),
-        (
-            '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}',
-            LLAMA3,
-            "",
-            [("f", {}), ("g", {})],
-        ),
-        ('{"name": "f", "parameters": {}} and more', LLAMA3, None, []),
-        ('{"name": "f"}', LLAMA3, None, []),
-        ('{"name": "Anna", "parameters": {}}', LLAMA3, None, []),
-        ('{"name": [], "parameters": {}}', LLAMA3, None, []),
-        ("[" * 100_000, LLAMA3, None, []),
-        ('<tool_call>{"name": "Anna"}</tool_call>', HERMES, None, []),
-        ("<tool_call>" + "[" * 100_000 + "</tool_call>", HERMES, None, []),
-        ("</tool_call> " + CALL, HERMES, "</tool_call>", [("weather", {"city": "Rome"})]),
-        (
-            "say <tool_call> like " + CALL,
-            HERMES,
-            "say <tool_call> like",
-            [("weather", {"city": "Rome"})],
-        ),
-        ('{"city": "Rome"}', LLAMA3, None, []),
-    ],
-)
-def test_reading_calls_back(text, form, left, calls):
-    rest, found = parse_calls(text, form, ("weather", "f", "g"))
-    assert rest == (text if left is None else left)
-    assert [(call.name, json.loads(call.arguments)) for call in found] == calls
-
-
-@pytest.mark.parametrize("step", [1, 3, 7, 1000])
-@pytest.mark.parametrize("form", [HERMES, LLAMA3], ids=lambda form: form.name)
-def test_a_stream_shows_text_and_never_a_part_of_a_call(form, step):
-    call = CALL if form is HERMES else '{"name": "weather", "parameters": {"city": "Rome"}}'
-    texts = ["plain < text", call, "[{"] + (["a <b> " + call] if form is HERMES else [])
-    for text in texts:
-        shown, content, _, answer = read(text, step, form)
-        if call in text:
-            assert answer.calls == [Call("weather", '{"city": "Rome"}')]
-            assert "tool_call" not in content and "{" not in shown + content
-            assert content.strip() == text.replace(call, "").strip()
-        else:
-            assert content == text and not answer.calls
-
-
-@pytest.mark.parametrize("step", [1, 3, 5, 7, 1000])
-def test_an_answer_that_begins_with_text_is_no_call_without_marks(step):
-    """However it is cut into pieces; and what `max_tokens` cuts of it stays."""
-    call = '{"name": "weather", "parameters": {"city": "Rome"}}'
-    for text in (f"Sure: {call}", 'JSON is\n{"name": "Bob", "age'):
-        for is_cut in (False, True):
-            shown, content, _, answer = read(text, step, LLAMA3, is_cut)
-            assert shown == content == text and not answer.calls
 
 
 @pytest.mark.parametrize("template", [QWEN, LLAMA], ids=["qwen", "llama"])
@@ -280,30 +171,6 @@ def test_a_strict_call_obeys_its_schema_where_the_model_need_not_call(
 
 
 @pytest.mark.parametrize(
-    ("form", "text", "content", "n_calls"),
-    [
-        (HERMES, f"well {CALL[:40]}", "well", 0),
-        (HERMES, f"well {CALL}{CALL[:-3]}", "well", 1),
-        (HERMES, f"well {CALL}", "well", 1),
-        (HERMES, "well <tool_", "well ", 0),
-        (HERMES, "a < b", "a < b", 0),
-        (LLAMA3, '{"na', "", 0),
-        (LLAMA3, '{"name": "weather", "parameters": {"ci', "", 0),
-        (LLAMA3, '{"other": 1', '{"other": 1', 0),
-        (LLAMA3, f"{BARE}; {BARE[:-5]}", "", 1),
-        (LLAMA3, f'{BARE}; {{"na', "", 1),
-    ],
-)
-def test_a_call_that_was_cut_leaves_no_markup(form, text, content, n_calls):
-    for step in (1, 7, 100):
-        _, found, _, answer = read(text, step, form, is_cut=True)
-        assert found.strip() == content.strip() and len(answer.calls) == n_calls
-        assert answer.ends_in_call == (text not in (f"well {CALL}", "a < b", '{"other": 1'))
-        one = read(text, step, form, is_cut=True, most_calls=1)[3]
-        assert one.calls == answer.calls and not (one.calls and one.ends_in_call)
-
-
-@pytest.mark.parametrize(
     ("template", "parallel", "n_calls"),
     [
         (QWEN, None, 2),
@@ -403,25 +270,6 @@ def test_results_of_tools_are_in_the_order_of_their_calls(live, monkeypatch):
     assert refused.json()["error"]["param"] == "messages.2.tool_call_id"
 
 
-@pytest.mark.parametrize("step", [1, 4, 100])
-def test_thoughts_are_told_apart(step):
-    for opened, text in (
-        ("", "<think>\nhm\n</think>\n\nyes"),
-        ("<think>\n", "\nhm\n</think>\n\nyes"),
-    ):
-        _, content, reasoning, _ = read(text, step, opened=opened, may_think=True)
-        assert content == "yes" and reasoning.strip() == "hm"
-    text = "<think>\nhm\n</think>\n\nyes"  # of a model without thoughts, or in a form
-    assert read(text, step)[1:3] == (text, "")
-    pieces = ["\n", "<think>", "\nThe mark", " <think>", " begins it.", "</think>", "\n\nyes"]
-    for cut in (pieces, ["".join(pieces)]):
-        request = AnswerRequest([1], SamplingParams(), AnswerOptions(), frozenset())
-        answer = AnswerText(Plan([request], may_think=True))
-        parts = [*(answer.push(Chunk(piece)) for piece in cut), answer.finish()]
-        assert "".join(part.content for part in parts) == "yes"
-        assert "".join(part.reasoning for part in parts) == "\nThe mark <think> begins it."
-
-
 @pytest.mark.parametrize(
     "form",
     [
@@ -445,10 +293,3 @@ def test_a_fixed_form_ends_the_thought_that_a_template_opens(client, live, monke
     ).choices
     assert not getattr(choice.message, "reasoning_content", None)
     assert choice.message.tool_calls or choice.message.content or choice.finish_reason == "length"
-
-
-def test_reading_takes_time_linear_in_the_text():
-    for text in ("<tool_call>{" * 8000, "<tool_call>{" * 8000 + "</tool_call>" * 8000):
-        start = time.process_time()
-        assert parse_calls(text, HERMES, ("f",)) == (text, [])
-        assert time.process_time() - start < 0.5
