@@ -50,6 +50,12 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *([others] if others else [])])
 
 
+@pytest.hookimpl(tryfirst=True)  # before its fixtures are set up
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
 @pytest.fixture(autouse=True)
 def own_home(
     request: pytest.FixtureRequest,
@@ -70,7 +76,6 @@ def own_home(
 @pytest.fixture
 def card(request, monkeypatch):
     """A card that is not there: its kernels are interpreted, on tensors of a CPU."""
-    pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
     from ptx.card import Card
 
     card = Card(getattr(request, "param", 86))

@@ -20,7 +20,6 @@ from fasteagle.quant.cuda_linear import InterleavedLinear
 from fasteagle.shapes import TreeShape
 from helpers import random_head, save_tiny, verify_rows
 
-ON_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 PROMPT = list(range(5, 45))
 GREEDY = SamplingParams()
 # All inputs in whole columns of the fused blocks, which is what runs at usual sizes.
@@ -28,7 +27,7 @@ SIZES = {"hidden_size": 256, "intermediate_size": 128}
 OF_EXPERTS = {"qwen2moe": {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 128}}
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=ON_CUDA)])
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
     if request.param == "cpu" and cpu_build.available("auto") is not None:
         pytest.skip("our CPU kernels do not run here")

@@ -20,6 +20,9 @@ from device_checks import (
     check_order,
     check_step_of_head,
 )
+from fasteagle.compile import cuda_backend, cuda_blocks, cuda_ops, fixed_norm, tree_attention
+from fasteagle.compile.cuda_blocks import MAX_ROWS
+from fasteagle.compile.kernels import block_kernels, expert_kernels, tree_kernels
 from fasteagle.config import MoEConfig
 from fasteagle.decoding.cycle import EAGER
 from fasteagle.drafting.base import top_children
@@ -28,6 +31,7 @@ from fasteagle.drafting.lookup import Corpus, Lookup
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.model import CORE, KVCache, RMSNorm, Target
+from fasteagle.quant import kernels
 from fasteagle.quant.cuda_linear import InterleavedLinear
 from fasteagle.quant.linear import QuantizedLMHead
 from fasteagle.quant.params import quantize_weight
@@ -45,13 +49,6 @@ from interleaved_models import (
     packed_target,
     passed,
 )
-
-pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
-
-from fasteagle.compile import cuda_backend, cuda_blocks, cuda_ops, fixed_norm, tree_attention
-from fasteagle.compile.cuda_blocks import MAX_ROWS
-from fasteagle.compile.kernels import block_kernels, expert_kernels, tree_kernels
-from fasteagle.quant import kernels
 
 HALF = torch.float16
 
@@ -277,11 +274,7 @@ def test_what_is_too_large_for_one_program_or_in_documents_is_torchs():
     assert result[0].tolist() == [3, 4] and all(map(torch.equal, result, expected))
 
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("accumulate", ["fp32", "fp16"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_blocks_on_the_device(name, accumulate):
@@ -300,7 +293,6 @@ def test_blocks_on_the_device(name, accumulate):
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("accumulate", ["fp32", "fp16"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_cache_in_8_bits_on_the_device(name, accumulate):
@@ -308,7 +300,6 @@ def test_a_cache_in_8_bits_on_the_device(name, accumulate):
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("lm_head", ["own kernels", "dense"])
 @pytest.mark.parametrize("algorithm", ["eagle1", "mtp", "eagle3", "eagle3.1", "eagle3 pre"])
 def test_a_step_of_a_draft_head_on_the_device(algorithm, lm_head):
@@ -316,7 +307,6 @@ def test_a_step_of_a_draft_head_on_the_device(algorithm, lm_head):
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize(("P", "N"), [(1, 1), (68, 15), (300, 63), (510, 59), (1000, 20)])
 def test_the_order_of_a_tree_on_the_device(P, N):
     """Threads of a program hand each other rows through memory."""
@@ -324,14 +314,12 @@ def test_the_order_of_a_tree_on_the_device(P, N):
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("V", [64, 32001, 128256])
 def test_drawn_tokens_on_the_device(V):
     check_draw(V, "cuda")
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_lookups_on_the_device():
     for N, n_tokens in ((5000, 3), (600, 400), (2113, 100_000), (131_137, 20)):
         check_lookup(N, n_tokens, "cuda")
@@ -340,7 +328,6 @@ def test_lookups_on_the_device():
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_small_kernels_on_the_device():
     logits = torch.randn(4, 128256, device="cuda")
     ids, logp = cuda_ops.top_children(logits, 10)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from unittest import mock
 
-import pytest
 import torch
 
 from fasteagle.compile.cuda_draft import CudaDraft
@@ -24,8 +23,6 @@ from fasteagle.shapes import FusedShape, GatedChain, TreeShape
 from fasteagle.tree import Pool
 from helpers import random_head, spec_of
 from interleaved_models import KernelBackend, pack_, packed_target
-
-pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
 
 
 def test_a_head_is_drafted_with_together_until_its_kernels_are_left():

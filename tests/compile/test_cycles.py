@@ -24,7 +24,6 @@ from fasteagle.shapes import FusedShape, TreeShape
 from helpers import captured_engine, costs, eagle3_of, random_head, random_target, tiny_config
 
 needs_compiler = pytest.mark.skipif(missing_compiler() is not None, reason="no C++ compiler")
-CUDA = torch.cuda.is_available()
 PROMPT = [5, 6, 7, 8, 9]
 GREEDY = SamplingParams()
 DRAWN = [
@@ -273,10 +272,7 @@ def test_multi_round_sampling_walks_on_the_host_and_is_not_captured(target, head
 # On a device with graphs, and on one that stands for it
 
 
-ON_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs CUDA")]
-
-
-@pytest.fixture(params=["fake", pytest.param("cuda", marks=ON_CUDA)])
+@pytest.fixture(params=["fake", pytest.param("cuda", marks=pytest.mark.gpu)])
 def made(request):
     """Makes a target and an engine that replays cycles, without a drafter."""
 

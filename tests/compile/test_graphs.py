@@ -263,7 +263,6 @@ def test_captures_that_were_spoiled_now_and_then_go_on(cuda, engine):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_after_a_failed_capture_the_process_can_capture_again(gpu_subprocess):
     """In a process of its own: a broken stream or an open pool would spoil what follows."""
     gpu_subprocess(

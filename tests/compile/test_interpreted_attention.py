@@ -8,8 +8,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
-
 from fasteagle.compile.int8_cache import dense_rows, quantized_rows
 from fasteagle.compile.kernels import block_kernels, tree_kernels
 from fasteagle.compile.tree_attention import tree_attention

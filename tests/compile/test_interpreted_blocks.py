@@ -11,8 +11,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
-
 from device_checks import check_cache_in_8_bits, check_order, check_step_of_head, close, random_pool
 from fasteagle.compile import cuda_backend, cuda_blocks, cuda_ops, proof
 from fasteagle.compile.int8_cache import dense_rows

@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
-
 from device_checks import close
 from fasteagle.compile.cuda_blocks import Settings, run_experts
 from fasteagle.compile.cuda_tensors import weights_of

@@ -9,11 +9,8 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
-
-pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
-
 import triton
+from torch import Tensor
 
 from fasteagle import batch
 from fasteagle.batch import Batch

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
-
 from device_checks import check_draw, check_fuse, check_lookup
 from fasteagle.compile import cuda_ops
 from fasteagle.compile.precompile import collecting, run_trees

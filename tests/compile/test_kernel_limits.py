@@ -11,8 +11,6 @@ import re
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
-
 import sass
 from fasteagle.compile.kernels import (
     block_kernels,

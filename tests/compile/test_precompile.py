@@ -8,10 +8,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
 
 from fasteagle.batch import Batch
-from fasteagle.compile import graphs, precompile
+from fasteagle.compile import cuda_ops, graphs, precompile
 from fasteagle.compile.backend import choose_backend
+from fasteagle.compile.kernels import (
+    block_kernels,
+    draft_kernels,
+    draw_kernels,
+    lookup_kernels,
+    order_kernels,
+)
 from fasteagle.compile.precompile import (
     collecting,
     compile_ahead,
@@ -30,26 +38,12 @@ from fasteagle.generate import Engine
 from fasteagle.llm import open_llm
 from fasteagle.model import Target
 from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
-from fasteagle.quant import interleaved, packed
+from fasteagle.quant import interleaved, kernels, packed
 from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import FusedShape, TreeShape
 from fasteagle.tree import relations, rerank
 from helpers import Driver, captured_engine, random_head, random_target, tiny_config
 from tree_problems import by_kernels, problem
-
-pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
-
-import triton
-
-from fasteagle.compile import cuda_ops
-from fasteagle.compile.kernels import (
-    block_kernels,
-    draft_kernels,
-    draw_kernels,
-    lookup_kernels,
-    order_kernels,
-)
-from fasteagle.quant import kernels
 
 DEVICE = 99  # no real one's number: Triton keeps binders by device
 PROMPT = [5, 6, 7, 8, 9]
@@ -278,7 +272,6 @@ def test_one_worker_a_core_up_to_a_limit(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_second_pass_compiles_nothing(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     target = random_target(tiny_config(dim=256, n_head=4, n_kv_head=2, head_dim=64)).cuda().half()

@@ -8,6 +8,7 @@ import json
 
 import pytest
 import torch
+import triton
 
 from fasteagle.compile import cpu_blocks, cpu_draft, cpu_pass, proof
 from fasteagle.compile.cpu_backend import CpuBackend
@@ -144,7 +145,6 @@ def test_a_full_disk_costs_only_the_record(model, monkeypatch, capsys, wrong):
 
 
 def test_another_library_or_another_triton_is_proved_too(model, monkeypatch):
-    triton = pytest.importorskip("triton")
     names = {cpu_build.library_path(isa).name for isa in cpu_build.runnable()}
     assert cpu_build.loaded() in names
     backend = CpuBackend(model)

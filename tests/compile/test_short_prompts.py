@@ -156,7 +156,6 @@ def test_the_last_slot_of_the_context(target):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("name", ["gqa", "window", "qwen3", "experts"])
 def test_bits_of_replayed_parts(name):
     """Those of a pass without a graph: a row's bits do not depend on the rows beside it."""
@@ -181,7 +180,6 @@ def test_bits_of_replayed_parts(name):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("kv", ["auto", "int8"])
 @pytest.mark.parametrize("name", ["gqa", "qwen2", "qwen3", "window", "shared expert"])
 def test_long_prompts_against_the_core(name, kv, monkeypatch):

@@ -206,14 +206,6 @@ def test_no_compiler_is_loaded_before_it_is_needed():
     assert output_without_triton(code) == "False"
 
 
-@pytest.fixture
-def kernels():
-    pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
-    from fasteagle.compile.kernels import tree_kernels
-
-    return tree_kernels
-
-
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "runs"),
     [
@@ -229,17 +221,13 @@ def test_other_models_are_left_to_the_core(dtype, head_dim, runs):
     assert has_kernel(config, dtype, torch.device("cuda")) == (runs and has_triton())
 
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize(
     ("E", "group"), [(64, 3), (80, 1), (128, 1), (128, 4), (128, 20), (256, 2)]
 )
-def test_results_on_the_device(kernels, E, group, window, dtype):
+def test_results_on_the_device(E, group, window, dtype):
     for T in (1, 7, 16, 33, 64):
         for seq_len in (0, 1, 63, 64, 255, 256, 700, 2000):
             p = problem(T, seq_len, E=E, group=group, G=2, dtype=dtype, window=window).to("cuda")
@@ -247,7 +235,6 @@ def test_results_on_the_device(kernels, E, group, window, dtype):
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize(
@@ -266,10 +253,9 @@ def test_rows_on_the_device_have_the_bits_of_plain_decoding(E, group, spread, wi
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("E", "group"), [(64, 3), (80, 1), (128, 4)])
-def test_a_cache_in_8_bits_on_the_device(kernels, E, group, dtype):
+def test_a_cache_in_8_bits_on_the_device(E, group, dtype):
     """Rows have the bits of plain decoding, which differ from those of a dense cache."""
     for seq_len in (0, 63, 300, 2000):
         p = problem(16, seq_len, E=E, group=group, G=2, dtype=dtype).to("cuda").in_8_bits()
@@ -281,7 +267,6 @@ def test_a_cache_in_8_bits_on_the_device(kernels, E, group, dtype):
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_a_replayed_graph_sees_the_text_grow():
     problems = [
         problem(16, seq_len, group=4, G=2, n_slots=1024).to("cuda") for seq_len in (10, 255, 700)

@@ -7,8 +7,6 @@ import re
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
-
 from fasteagle.compile.kernels import order_kernels
 from fasteagle.quant import interleaved, kernels
 from fasteagle.quant.params import quantize_weight

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-
-pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
 
 from fasteagle.compile.cycles import FOR_GRAPHS
 from ptx import inductor

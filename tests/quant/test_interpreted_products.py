@@ -8,8 +8,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
-
 from fasteagle.quant import interleaved, kernels
 from helpers import rest_slow
 from kernel_cases import FORMATS, SHAPES, random_rows, random_weight, relative_error, tolerance

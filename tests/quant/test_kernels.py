@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from fasteagle.errors import FasteagleError
-from fasteagle.quant import interleaved, packed, tiling
+from fasteagle.quant import interleaved, kernels, packed, tiling
 from helpers import invoke, output_without_triton
 from kernel_cases import FORMATS, SHAPES, random_rows, random_weight, relative_error, tolerance
 
@@ -147,14 +147,6 @@ def test_package_needs_no_triton():
     assert output_without_triton(code) == "[[32.0, 32.0]]"
 
 
-@pytest.fixture
-def kernels():
-    pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
-    from fasteagle.quant import kernels
-
-    return kernels
-
-
 SEVEN_B = {
     "qkv": (12288, 4096),
     "out": (4096, 4096),
@@ -167,7 +159,7 @@ SEVEN_B = {
 CARD = tiling.Card.like_3090(82)
 
 
-def test_cards_are_told_apart_by_their_architecture(kernels, monkeypatch):
+def test_cards_are_told_apart_by_their_architecture(monkeypatch):
     """And alike in every process: the split decides the order of sums."""
     cards = []
     for (major, minor), n_sm in (((8, 6), 82), ((9, 0), 132), ((10, 3), 160), ((8, 7), 16)):
@@ -181,7 +173,7 @@ def test_cards_are_told_apart_by_their_architecture(kernels, monkeypatch):
     assert orin.n_sm == 16 and orin.macs_fp16 == CARD.macs_fp16
 
 
-def test_splits_fill_the_card(kernels):
+def test_splits_fill_the_card():
     """A narrow matrix alone would leave most of 82 multiprocessors idle."""
     for name, (N, K) in SEVEN_B.items():
         bits, group = (8, K) if name == "lm_head" else (4, 128)
@@ -206,7 +198,7 @@ def test_splits_on_hopper_are_the_fastest_of_those_timed():
         assert tiling.split_k(layout, N, K, hopper) == fastest[name], name
 
 
-def test_only_the_weight_decides_the_split(kernels):
+def test_only_the_weight_decides_the_split():
     layout = interleaved.layout_for(4, 128, 4096)
     cuts = [kernels.tiling(layout, 4096, 4096, rows, CARD) for rows in (1, 16, 17, 32, 33, 64)]
     assert len({cut.split for cut in cuts}) == 1
@@ -250,15 +242,13 @@ def test_the_benchmark_says_in_one_line_what_it_needs(bench):
         assert result.exit_code == 2 and value.split(",")[-1] in result.stderr, option
 
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 GPU_FORMATS = ("g128", "g64", "g32", "g128-offsets", "g32-offsets", "int8", "int8-g32")
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("accumulate", ["fp32", "fp16"])
 @pytest.mark.parametrize("name", GPU_FORMATS)
-def test_results_on_the_device(kernels, name, accumulate):
+def test_results_on_the_device(name, accumulate):
     weight = random_weight(name, *SHAPES[name])
     laid_out = interleaved.pack(weight.to("cuda"))
     for M in (1, 7, 16, 33, 64, 70):
@@ -269,10 +259,9 @@ def test_results_on_the_device(kernels, name, accumulate):
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("accumulate", ["fp32", "fp16"])
 @pytest.mark.parametrize("name", GPU_FORMATS)
-def test_rows_on_the_device_do_not_depend_on_their_number(kernels, name, accumulate):
+def test_rows_on_the_device_do_not_depend_on_their_number(name, accumulate):
     """At 7B width, where K is split: what makes greedy speculation exact on a GPU."""
     laid_out = interleaved.pack(random_weight(name, 4096, 4096, device="cuda"))
     x = random_rows(64, 4096).cuda()
@@ -283,8 +272,7 @@ def test_rows_on_the_device_do_not_depend_on_their_number(kernels, name, accumul
 
 
 @pytest.mark.gpu
-@needs_gpu
-def test_op_on_the_device_in_a_full_graph(kernels):
+def test_op_on_the_device_in_a_full_graph():
     laid_out = interleaved.pack(random_weight("g128", 384, 1024, device="cuda"))
     x = random_rows(8, 1024).cuda()
     step = torch.compile(lambda x: interleaved.linear(x, laid_out) + 1, fullgraph=True)

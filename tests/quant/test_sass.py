@@ -11,12 +11,9 @@ import re
 import pytest
 import torch
 
-from fasteagle.quant.interleaved import BLOCK_N, InterleavedWeight
-
-pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
-
 import sass
 from fasteagle.quant import kernels, tiling
+from fasteagle.quant.interleaved import BLOCK_N, InterleavedWeight
 from sass import TWO_PROGRAMS, opcodes
 
 K = 4096

@@ -108,7 +108,6 @@ def test_features_are_those_of_the_engine(target, text, layers):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_kernel_of_attention(card, dtype):
-    pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
     from fasteagle.training.many_texts_kernel import attend_prefixes
 
     B, G, S, E, group = 3, 2, 80, 64, 3
