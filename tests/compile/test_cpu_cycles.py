@@ -121,14 +121,19 @@ CASES = [(name, PARAMS[(i + j) % 5]) for i, name in enumerate(DRAFTERS) for j in
 
 @pytest.mark.parametrize(("name", "params"), CASES, ids=str)
 def test_they_do_what_single_cycles_do(target, name, params, calls, monkeypatch):
-    """Text, drafts, caches and all that is kept for the next cycle, bit for bit."""
+    """Text, drafts, caches and all that is kept for the next cycle, bit for bit.
+
+    The text is that of plain decoding, too.
+    """
+    prompts = (1, 2, 3), (4, 5, 6, 7, 4, 5)
+    plain = [flat(chunks_of(engine_of(target), params, prompt=p)) for p in prompts]
     engines, records = [], []
     for alone in (False, True):
+        calls.clear()
         if alone:
             one_by_one(monkeypatch)
-            calls.clear()
         engine = engine_of(target, drafter_of(target, name))
-        texts = [chunks_of(engine, params, prompt=p) for p in ((1, 2, 3), (4, 5, 6, 7, 4, 5))]
+        texts = [chunks_of(engine, params, prompt=p) for p in prompts]
         stats = engine.stats
         assert alone or (max(calls) == MOST_CYCLES and sum(calls) > stats.passes)
         assert stats.new_tokens == 90 and len(stats.cycle_seconds) == len(texts[1]) - 1
@@ -138,7 +143,7 @@ def test_they_do_what_single_cycles_do(target, name, params, calls, monkeypatch)
         engines.append(engine)
         counts = stats.passes, stats.drafted, stats.path_lengths, stats.finish
         records.append((*map(flat, texts), counts, engine.cached, engine.shown))
-    assert records[0] == records[1]
+    assert records[0] == records[1] and [*records[0][:2]] == plain
     one, two = engines
     n = len(one.cached)
     assert torch.equal(one.cache.rows[:, :, :n], two.cache.rows[:, :, :n])

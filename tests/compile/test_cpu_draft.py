@@ -9,14 +9,11 @@ import torch
 
 from fasteagle.compile.cpu_backend import native_step
 from fasteagle.compile.cpu_draft import NativeDraft, Text, can_draft
-from fasteagle.decoding.backend import Backend
 from fasteagle.decoding.cycle import EAGER
 from fasteagle.drafting.base import DraftOps
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.thresholds import LONGEST, Thresholds
-from fasteagle.generate import Engine
 from fasteagle.loading.source import quantize_head_, quantize_linear
-from fasteagle.model import Target
 from fasteagle.options import SamplingParams
 from fasteagle.quant.linear import QuantizedLMHead
 from fasteagle.quant.scheme import Scheme
@@ -54,19 +51,6 @@ class Always(EagleDrafter):
 def even(verify: float, expand: float) -> Thresholds:
     """The same bounds at every depth."""
     return Thresholds((verify,) * 8, (expand,) * 8)
-
-
-class Drafting(Backend):
-    """The core, but for chains: by the kernels."""
-
-    native = NativeDraft()
-    pieces = EAGER._replace(draft=native)
-
-    def step(self, head):
-        return native_step(head)
-
-    def drafts(self, drafter, spec) -> bool:
-        return self.native.runs(drafter, spec)
 
 
 def make(name, dtype=torch.float32, depth=6):
@@ -244,24 +228,6 @@ def test_other_heads_are_left_to_the_drafters_code():
     assert not NativeDraft().runs(drafter, spec_of(TreeShape(3, 1, 3), 4))
 
 
-@pytest.mark.parametrize("algorithm", ["eagle1", "eagle3"])
-@pytest.mark.parametrize("params", DRAWN[:2], ids=str)
-def test_text_stays_that_of_plain_decoding(algorithm, params):
-    """By the kernels and by the drafter's own code; a head that knows the target a little."""
-    target, drafter = make(algorithm)
-    drafter.rule = even(0.03, 0.06)
-    plain = Engine(target, 256)
-    expected = [t for new in plain.generate([1, 2, 3], params, 80) for t in new]
-    passes = []
-    for backend in (None, Drafting(Target(target))):
-        drafter.shape = GatedChain(5)
-        engine = Engine(target, 256, drafter=drafter, backend=backend)
-        assert [t for new in engine.generate([1, 2, 3], params, 80) for t in new] == expected
-        assert 0 < engine.stats.drafted < 5 * engine.stats.passes  # chains of several lengths
-        passes.append(engine.stats.passes)
-    assert passes[0] == passes[1]
-
-
 def sequences(name, pairs, dtype=torch.float32):
     """Texts of several lengths for one draft head, half of them drawn, with caches of their own."""
     target, drafter = make(name, dtype)
@@ -315,16 +281,13 @@ def test_several_texts_draft_what_each_drafts_alone(name, pairs):
 @pytest.mark.parametrize("name", ["eagle1, large vocabulary", "mtp", "eagle3, window"])
 def test_path_probabilities_do_not_depend_on_the_number_of_threads(name):
     """Two calls may have different numbers: a loud machine makes the kernels leave a core free."""
-    before, found = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            texts = sequences(name, [(33, 20), (9, 9), (70, 1)])
-            for text in texts:
-                text.drafter.rule = even(0.0, 0.0)
-            found.append([p.promised for p in NativeDraft().together(texts)[0]])
-    finally:
-        torch.set_num_threads(before)
+    found = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        texts = sequences(name, [(33, 20), (9, 9), (70, 1)])
+        for text in texts:
+            text.drafter.rule = even(0.0, 0.0)
+        found.append([p.promised for p in NativeDraft().together(texts)[0]])
     assert found[0] == found[1] == found[2]
 
 
