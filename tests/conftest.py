@@ -184,6 +184,15 @@ def no_compiler(monkeypatch):
     monkeypatch.setattr(blocks, "missing_compiler", lambda: "not in this test")
 
 
+@pytest.fixture
+def no_recompiles():
+    """A test may set the stance that fails on a recompilation."""
+    torch._dynamo.reset()
+    yield
+    torch.compiler.set_stance("default")
+    torch._dynamo.reset()
+
+
 COMPILED = pytest.param(True, marks=pytest.mark.slow)
 
 

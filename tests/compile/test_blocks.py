@@ -24,14 +24,6 @@ def tokens(engine, prompt, n=40):
     return [t for ids in engine.generate(prompt, SamplingParams(), n) for t in ids]
 
 
-@pytest.fixture
-def no_recompiles():
-    torch._dynamo.reset()
-    yield
-    torch.compiler.set_stance("default")
-    torch._dynamo.reset()
-
-
 @pytest.mark.slow
 def test_compiled_equals_eager_and_nothing_recompiles(target, no_recompiles):
     eager, fast = Engine(target, 512), Engine(target, 512)

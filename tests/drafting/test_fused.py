@@ -16,7 +16,7 @@ from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import MAX_REACH, FusedShape, GatedChain, TreeShape, shape_of
 from fasteagle.state import CycleSpec
 from fasteagle.tree import HEAD, LOOKUP, Pool, ancestor_mask, fuse, rerank
-from helpers import drawing, eagle3_of, empty_state, pairs, random_head, random_target, tiny_config
+from helpers import eagle3_of, empty_state, pairs, random_head, random_target, tiny_config
 
 X = NOTHING
 BOTH = HEAD + LOOKUP
@@ -168,13 +168,13 @@ def head(request, target):
     return random_head(target, eagle3=eagle3_of(request.param, target.config))
 
 
-def begun(target, drafter, text, params=SamplingParams()):  # noqa: B008
+def begun(target, drafter, text):
     """A state behind `text`, and the draft head's prediction there."""
     state = empty_state(target)
     state.text[: len(text)] = torch.tensor(text)
     state.seq_len.fill_(len(text) - 1)
     state.root.fill_(text[-1])
-    state.sampling.load(params)
+    state.sampling.load(SamplingParams())
     drafter.reserve(len(text))
     torch.manual_seed(3)
     dim = drafter.head.config.feature_dim
@@ -237,26 +237,6 @@ def test_a_corpus_is_looked_up_too(target, head):
     state, prediction = begun(target, drafter, [1, 2, 40, 41, 42])
     tree = drafter.propose(prediction, state, CycleSpec(drafter.shape, 3, SamplingMode()))
     assert (43, 44, 45, 46) in as_paths(tree)
-
-
-@torch.no_grad()
-def test_it_compiles_whole_and_draws_nothing_on_the_host(target, head):
-    params = SamplingParams(0.9 if head.config.eagle3 is None else 0.0, seed=4)
-    kind, _ = drawing(params, 60)
-    text = [*range(3, 30), *range(3, 13)]
-    for shape in (FusedShape(3, 2, 9, 6), FusedShape(0, 1, 6, 8)):
-        found = []
-        for compiled in (False, True):
-            torch._dynamo.reset()
-            drafter = FusedDrafter(head, shape, 512)
-            state, prediction = begun(target, drafter, text, params)
-            propose = drafter.propose
-            if compiled:
-                propose = torch.compile(propose, fullgraph=True, backend="eager")
-            tree = propose(prediction if shape.levels else None, state, CycleSpec(shape, 4, kind))
-            found.append([*tree[:3], *drafter.advanced])
-        assert all(map(torch.equal, *found))
-    torch._dynamo.reset()
 
 
 # Shapes
