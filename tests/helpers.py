@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from families import TINY_SHAPE, TINY_VOCAB, hf_class
+from fasteagle.batch import Batch
 from fasteagle.cli import main as cli
 from fasteagle.config import Eagle3Config, HeadConfig, ModelConfig
 from fasteagle.decoding.backend import Backend
@@ -42,6 +43,7 @@ THINKING_TEMPLATE = (  # thoughts of earlier answers are dropped, and the prompt
     "{% endfor %}{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
     "{% if enable_thinking is defined and not enable_thinking %}{{ '\n</think>\n\n' }}{% endif %}"
 )
+PROMPT, GREEDY = [5, 9, 20, 17, 33, 8, 12, 44], SamplingParams()
 SPECIALS = ["<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
 
 
@@ -249,7 +251,7 @@ def talk(target, n=24, seed=0) -> list[Conversation]:
     for _ in range(n):
         size = int(torch.randint(4, 9, (1,), generator=g))
         prompt = torch.randint(0, 60, (size,), generator=g).tolist()
-        answer = [t for ids in engine.generate(prompt, SamplingParams(), 20) for t in ids]
+        answer = generated(engine, 20, prompt)
         conversations.append(Conversation(prompt + answer, size, True))
     return conversations
 
@@ -415,9 +417,22 @@ def tuned_engine(target: Transformer, folder: Path, shape=TreeShape(3, 3, 8), ma
     return engine
 
 
-def generated(engine: Engine, n: int = 40) -> list[int]:
-    """A whole text, greedily."""
-    return [t for ids in engine.generate([5, 6, 7, 8], SamplingParams(), n) for t in ids]
+def generated(
+    engine: Engine, n: int = 60, prompt=PROMPT, params: SamplingParams = GREEDY, **more
+) -> list[int]:
+    """A whole answer; `more` as `Engine.generate` takes it."""
+    return [token for new in engine.generate(prompt, params, n, **more) for token in new]
+
+
+def finished(several: Batch) -> dict[int, list[int]]:
+    """The tokens that texts under way have until all have ended; an error of one is raised."""
+    texts: dict[int, list[int]] = {key: [] for key in several.running}
+    while several.running:
+        for key, new in several.step():
+            if isinstance(new, Exception):
+                raise new
+            texts[key] += new or []
+    return texts
 
 
 def eager_engine(target: Target, max_seq_len: int, drafter=None) -> Engine:

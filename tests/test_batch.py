@@ -27,7 +27,7 @@ from fasteagle.loading.source import quantize_head_
 from fasteagle.options import RuntimeOptions, SamplingParams
 from fasteagle.quant.scheme import Scheme
 from fasteagle.shapes import FusedShape, GatedChain
-from helpers import raising, random_head, random_target, rest_slow, tiny_config
+from helpers import finished, generated, raising, random_head, random_target, rest_slow, tiny_config
 
 EOS = frozenset(range(0, 60, 12))
 CONFIGS = {
@@ -49,7 +49,7 @@ def jobs(n: int, vocab_size: int, longest: int = 40):
 
 
 def alone(engine: Engine, wanted) -> list[list[int]]:
-    return [[t for new in engine.generate(*job, EOS) for t in new] for job in wanted]
+    return [generated(engine, n, prompt, params, eos_ids=EOS) for prompt, params, n in wanted]
 
 
 def together(engine: Engine, size: int, wanted) -> list[list[int]]:
@@ -232,9 +232,7 @@ def test_an_answer_that_failed_changes_no_later_one():
     several, held, text = Batch(engine, 2), [], []
     several.begin(0, [9], 64, lambda own: own.generate(*job, processor=Breaks()))
     while several.running:
-        for _, new in several.step():
-            if isinstance(new, Exception):
-                held.append(new)
+        held += [new for _, new in several.step() if isinstance(new, Exception)]
     begin(several, 1, job)
     while several.running:
         for _, new in several.step():
@@ -264,8 +262,7 @@ def test_the_time_of_a_shared_pass_is_not_that_of_the_answer_that_remains(native
     engine.drafter.policy.learn = lambda *cycle: (seen.append(cycle[1]), learn(*cycle))
     begin(several, 0, ([9, 10], SamplingParams(), 30))
     begin(several, 1, ([9, 11], SamplingParams(), 60))
-    while several.running:
-        several.step()
+    finished(several)
     shared = [outcome.ms for outcome in seen if outcome.verify_ms is None]
     assert shared and not any(shared) and len(seen) > len(shared)
 
@@ -326,11 +323,10 @@ def test_idle_engines_give_their_memory_back(monkeypatch):
     expected = alone(engine, jobs[2:])
     engine.restart()
     engine.reserve(1)
-    several, text = Batch(engine, 2), []
+    several = Batch(engine, 2)
     for key in range(2):
         begin(several, key, jobs[key])
-    while several.running:
-        several.step()
+    finished(several)
     caches = [own.cache for own in several.engines]
     assert [cache.n_slots for cache in caches] == [512, 512]
     slot = caches[0].rows[:, :, :1].nbytes
@@ -339,9 +335,7 @@ def test_idle_engines_give_their_memory_back(monkeypatch):
     with pytest.raises(NoRoomError):
         begin(several, 2, ([9] * 900, SamplingParams(), 5))
     begin(several, 2, jobs[2])
-    while several.running:
-        text += [token for _, new in several.step() for token in new or []]
-    assert [text] == expected
+    assert [*finished(several).values()] == expected
 
 
 def test_logits_that_are_not_finite():
@@ -373,15 +367,13 @@ def test_a_pass_that_failed_after_an_answer_was_given_up_is_not_the_next_ones():
     engine = Engine(random_target(tiny_config()), 128)
     job = [9, 10], SamplingParams(), 12
     expected = alone(engine, [job])[0]
-    several, text = Batch(engine, 1), []
+    several = Batch(engine, 1)
     begin(several, 0, job)
     several.step()
     engine.runner.fail(RuntimeError("a broken pass"))
     several.end(0)
     begin(several, 1, job)
-    while several.running:
-        text += [token for _, new in several.step() for token in new or []]
-    assert text == expected
+    assert finished(several) == {1: expected}
 
 
 def test_prompts_take_no_more_time_than_the_answers_meanwhile(monkeypatch):

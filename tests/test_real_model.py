@@ -22,7 +22,7 @@ from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.model import Target
 from fasteagle.options import DEFAULT_MODEL, DraftOptions, RuntimeOptions, SamplingParams
 from fasteagle.prompts import read_questions
-from helpers import logits_of, rest_slow
+from helpers import generated, logits_of, rest_slow
 
 pytestmark = pytest.mark.real_model
 
@@ -143,8 +143,7 @@ def test_speculation_changes_no_token(checkpoint, model, tokenizer, params, text
     def answer(drafter):
         engine.use(drafter)
         engine.restart()
-        cycles = engine.generate(prompt, params, 48, tokenizer.eos_ids)
-        return [t for ids in cycles for t in ids]
+        return generated(engine, 48, prompt, params, eos_ids=tokenizer.eos_ids)
 
     expected = answer(None)
     for drafter in drafters:

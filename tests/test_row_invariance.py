@@ -18,9 +18,9 @@ from fasteagle.options import RuntimeOptions, SamplingParams
 from fasteagle.quant import cpu_build
 from fasteagle.quant.cuda_linear import InterleavedLinear
 from fasteagle.shapes import TreeShape
-from helpers import random_head, save_tiny, verify_rows
+from helpers import generated, random_head, save_tiny, verify_rows
 
-PROMPT = list(range(5, 45))
+LONG = list(range(5, 45))
 GREEDY = SamplingParams()
 # All inputs in whole columns of the fused blocks, which is what runs at usual sizes.
 SIZES = {"hidden_size": 256, "intermediate_size": 128}
@@ -74,14 +74,10 @@ def test_the_sizes_here_fit_the_fused_blocks(family, tmp_path, monkeypatch):
     assert [obstacle(block) for block in made.model.blocks] == [None] * len(made.model.blocks)
 
 
-def answer(engine, n=60):
-    return [t for ids in engine.generate(PROMPT, GREEDY, n) for t in ids]
-
-
 def logits_of_a_chain(engine, tokens, T):
     """Logits of the first row of a chain of T of `tokens`, behind the prompt."""
     engine.use(None)
-    engine.prefill(PROMPT)
+    engine.prefill(LONG)
     return verify_rows(engine, tokens[:T], range(-1, T - 1)).logits
 
 
@@ -96,10 +92,10 @@ def test_logits_do_not_depend_on_the_number_of_rows(engine):
 @pytest.mark.parametrize("shape", [TreeShape(5, 1, 5), TreeShape(4, 4, 31)])
 def test_greedy_text_is_that_of_plain_decoding(engine, shape):
     engine.use(None)
-    expected = answer(engine)
+    expected = generated(engine, prompt=LONG)
     head = random_head(engine.model)
     engine.use(EagleDrafter(head, shape, 256))
-    assert answer(engine) == expected
+    assert generated(engine, prompt=LONG) == expected
 
 
 def test_a_second_turn_is_that_of_plain_decoding(engine):
@@ -112,7 +108,7 @@ def test_a_second_turn_is_that_of_plain_decoding(engine):
         text = []
         for turn in turns:
             text += turn
-            text += [t for ids in engine.generate(text, GREEDY, 20) for t in ids]
+            text += generated(engine, 20, text)
         n = len(engine.cached)
         return text, engine.cache.rows[:, :, :n].clone()
 

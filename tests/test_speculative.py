@@ -439,7 +439,7 @@ def test_padding_of_a_short_path_is_not_penalized():
     engine = Engine(target, 256, drafter=NgramDrafter(4))
     prompt = [5, 6, 7, 8, 5, 6, 7, 8, 5, 6]
     params = SamplingParams(repetition_penalty=1.2)
-    tokens = [t for new in engine.generate(prompt, params, 40) for t in new]
+    text = tokens(engine, prompt, params, 40)
     seen = set(engine.state.seen[0].nonzero().flatten().tolist())
     assert engine.stats.drafted > engine.stats.accepted
-    assert 0 not in {*prompt, *tokens} and seen == {*prompt, *tokens}
+    assert 0 not in {*prompt, *text} and seen == {*prompt, *text}

@@ -23,7 +23,7 @@ from fasteagle.options import AnswerOptions, GrammarSpec, SamplingParams
 from fasteagle.quant import cpu_build
 from fasteagle.shapes import FusedShape, TreeShape
 from fasteagle.tree import DraftTree
-from helpers import TINY_VOCAB, allowed, captured_engine, eagle3_of, random_head
+from helpers import TINY_VOCAB, allowed, captured_engine, eagle3_of, generated, random_head
 
 llguidance = pytest.importorskip("llguidance")
 
@@ -163,8 +163,8 @@ def test_masks_are_made_between_two_graphs(model, tokenizer, compiler):
     assert run(engine, tokenizer, compiler, SPECS[0])[0] == expected
     masked = engine.runner.replays
     assert masked == engine.stats.passes > 0 and engine.runner.captured == 2
-    plain = [t for ids in Engine(model, 512).generate([1, 2, 3], DRAWN[0], 30) for t in ids]
-    assert [t for ids in engine.generate([1, 2, 3], DRAWN[0], 30) for t in ids] == plain
+    plain = generated(Engine(model, 512), 30, params=DRAWN[0])
+    assert generated(engine, 30, params=DRAWN[0]) == plain
     assert engine.runner.replays > masked
 
 

@@ -11,7 +11,7 @@ from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.generate import Engine
 from fasteagle.options import SamplingParams
 from fasteagle.shapes import TreeShape
-from helpers import captured_engine, eagle3_of, random_head
+from helpers import captured_engine, eagle3_of, generated, random_head
 
 BYTES_OF_TOKEN = 2 * 2 * 2 * 8 * 4
 
@@ -35,7 +35,7 @@ def drafters(target):
 def answer(engine, prompt, cache=None, n=20):
     if cache is not None:
         cache.turn_to(engine, prompt)
-    return [t for ids in engine.generate(prompt, SamplingParams(1.0, seed=3), n) for t in ids]
+    return generated(engine, n, prompt, SamplingParams(1.0, seed=3))
 
 
 @pytest.mark.parametrize(

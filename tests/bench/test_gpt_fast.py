@@ -16,7 +16,7 @@ from fasteagle.loading.tensors import DummyCheckpoint
 from fasteagle.loading.tokenizer import DummyTokenizer
 from fasteagle.options import RuntimeOptions, SamplingParams
 from fasteagle.prompts import Question
-from helpers import tiny_config
+from helpers import generated, tiny_config
 
 CONFIG = tiny_config(dim=64, n_head=4, n_kv_head=2, head_dim=16, ffn_dim=128, vocab_size=320)
 CPU = RuntimeOptions(device="cpu", max_seq_len=128, cpu_kernels="aten", threads=2)
@@ -49,7 +49,7 @@ def test_the_other_process_gives_the_tokens_of_the_same_engine_until_it_dies():
             decoder.restart()
             turn = decoder.turn(prompt, 12)
             engine.restart()
-            expected = [t for ids in engine.generate(prompt, SamplingParams(), 12) for t in ids]
+            expected = generated(engine, 12, prompt)
             assert turn.tokens == expected and turn.passes == 11
             assert decoder.peak_bytes > 2**20 and len(turn.chunks) == 11
         (process,) = multiprocessing.active_children()

@@ -26,19 +26,22 @@ from fasteagle.generate import Engine
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import SamplingMode
 from fasteagle.tree import ancestor_mask
-from helpers import captured_engine, empty_state, random_target, spec_of, talk, tiny_config
+from helpers import (
+    captured_engine,
+    empty_state,
+    generated,
+    random_target,
+    spec_of,
+    talk,
+    tiny_config,
+)
 
-PROMPT = [5, 9, 20, 17, 33, 8, 12, 44]
 GREEDY = SamplingParams()
 DRAWN = [
     GREEDY,
     SamplingParams(0.8, top_p=0.9, seed=7),
     SamplingParams(0.9, repetition_penalty=1.2, seed=6),
 ]
-
-
-def answer(engine, prompt=PROMPT, params=GREEDY, n=30):
-    return [t for ids in engine.generate(prompt, params, n) for t in ids]
 
 
 EVEN = ((0.3, 0.2, 0.1, 0.05, 0.04, 0.03, 0.02, 0.01),) * HEADS
@@ -61,15 +64,15 @@ RIVALS = {
 @pytest.mark.parametrize("make", RIVALS.values(), ids=RIVALS)
 @pytest.mark.parametrize("params", DRAWN, ids=str)
 def test_the_tokens_of_plain_decoding(target, make, params):
-    expected = answer(Engine(target, 512), params=params)
+    expected = generated(Engine(target, 512), params=params)
     lengths = []
     for engine in (Engine(target, 512), captured_engine(target, 512)):
         engine.use(make(engine))
-        assert answer(engine, params=params) == expected
+        assert generated(engine, params=params) == expected
         lengths.append(engine.stats.path_lengths)
     # Another text right behind it.
-    other = answer(Engine(target, 512), [1, 2, 3], params, 20)
-    assert answer(engine, [1, 2, 3], params, 20) == other
+    other = generated(Engine(target, 512), 20, [1, 2, 3], params)
+    assert generated(engine, 20, [1, 2, 3], params) == other
     assert lengths[0] == lengths[1]
 
 
@@ -117,7 +120,7 @@ def test_a_text_in_circles_is_guessed():
     for seed in range(6):
         target = random_target(tiny_config(), seed)
         engine = Engine(target, 512, drafter=LookaheadDrafter(60, "cpu"))
-        answer(engine, n=120)
+        generated(engine, n=120)
         taus.append(engine.stats.tau)
     assert max(taus) > 1.5
 
@@ -193,7 +196,7 @@ def test_trained_heads_are_accepted_and_kept(target, tmp_path):
     # And they are accepted where the target decodes.
     engine = Engine(target, 256, drafter=MedusaDrafter(loaded, same, target))
     prompt = conversations[1].ids[: conversations[1].prompt_len]
-    assert answer(engine, prompt, n=20) == conversations[1].ids[conversations[1].prompt_len :]
+    assert generated(engine, 20, prompt) == conversations[1].ids[conversations[1].prompt_len :]
     assert engine.stats.tau > 1.5
 
 

@@ -15,9 +15,10 @@ from fasteagle.errors import FasteagleError
 from fasteagle.loading.entries import EAGLE3, REGISTRY, PublishedHead
 from fasteagle.loading.open import open_dummy
 from fasteagle.model import Eagle3Head, LMHead
-from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
+from fasteagle.options import DraftOptions, RuntimeOptions
 from fasteagle.quant.linear import QuantizedLMHead
 from fasteagle.shapes import TreeShape
+from helpers import generated
 
 CPU = RuntimeOptions(device="cpu", max_seq_len=64)
 EAGLE = DraftOptions(drafter="eagle")
@@ -98,7 +99,7 @@ def test_the_random_head_is_of_the_published_algorithm(tiny_preset, monkeypatch)
         random, engine = made(tiny_preset, precision)
         assert isinstance(random, Eagle3Head) and random.config.draft_vocab_size == 80
         engine.use(EagleDrafter(random, TreeShape(3, 3, 8), engine.max_seq_len))
-        answer = [t for ids in engine.generate([5, 9, 40], SamplingParams(), 6) for t in ids]
+        answer = generated(engine, 6, [5, 9, 40])
         assert len(answer) == 6
 
 

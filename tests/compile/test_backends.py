@@ -24,7 +24,7 @@ from fasteagle.options import SamplingParams
 from fasteagle.quant import cpu_build
 from fasteagle.quant.scheme import Scheme
 from fasteagle.shapes import FusedShape, TreeShape
-from helpers import Even, eagle3_of, random_head, random_target, tiny_config
+from helpers import Even, eagle3_of, generated, random_head, random_target, tiny_config
 from native_models import MIXTRAL, SHAPE, native_target
 
 BACKENDS = ["eager", "cpu", "eager experts", "cpu int4 experts", "cpu int8 experts"]
@@ -65,8 +65,7 @@ def made(name: str, algorithm: str | None):
 def answer(backend, drafter, params, n, processor=None):
     """The text, and the engine that wrote it."""
     engine = Engine(backend.target.model, 512, drafter=drafter, backend=backend)
-    run = engine.generate([5, 6, 7, 8], params, n, processor=processor)
-    return [t for new in run for t in new], engine
+    return generated(engine, n, params=params, processor=processor), engine
 
 
 @functools.cache
@@ -109,9 +108,7 @@ def test_a_long_prompt(name):
         for drafter in (None, EagleDrafter(head, TREE, 512))
     ]
     for _ in range(2):
-        expected, text = (
-            [t for new in engine.generate(prompt, DRAWN[0], 20) for t in new] for engine in engines
-        )
+        expected, text = (generated(engine, 20, prompt, DRAWN[0]) for engine in engines)
         assert text == expected
         prompt = [*prompt, *expected, 9]
 

@@ -22,15 +22,19 @@ from fasteagle.options import SamplingParams
 from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import FusedShape, TreeShape
 from helpers import (
+    GREEDY,
+    PROMPT,
     Even,
     captured_engine,
     eager_engine,
     eagle3_of,
+    finished,
+    generated,
     random_head,
     random_target,
     tiny_config,
 )
-from test_cycles import DRAWN, GREEDY, PROMPT, answer, eagle_engine
+from test_cycles import DRAWN, eagle_engine
 
 needs_compiler = pytest.mark.skipif(missing_compiler() is not None, reason="no C++ compiler")
 
@@ -47,17 +51,17 @@ def test_tree_attention_in_the_whole_model():
     target, other = random_target(tiny_config()), attending(tiny_config())
     head = random_head(target)
     for params in DRAWN[:2]:
-        expected = answer(Engine(target, 256), params=params, n=30)
-        assert answer(eager_engine(other, 256), params=params, n=30) == expected
-        assert answer(eagle_engine(other, head), params=params, n=30) == expected
+        expected = generated(Engine(target, 256), params=params, n=30)
+        assert generated(eager_engine(other, 256), params=params, n=30) == expected
+        assert generated(eagle_engine(other, head), params=params, n=30) == expected
 
 
 def test_a_sliding_window_in_the_whole_model():
     config = tiny_config(sliding_window=6)
     target, other = random_target(config), attending(config)
     head = random_head(target, sliding_window=None)
-    expected = answer(Engine(target, 256))
-    assert answer(eagle_engine(other, head)) == expected
+    expected = generated(Engine(target, 256))
+    assert generated(eagle_engine(other, head)) == expected
 
 
 @pytest.mark.slow
@@ -70,10 +74,10 @@ def test_compiled_blocks_take_a_tree_view(target):
     compiler.start()
     compiler.wait()
     assert compiler.apply(), compiler.error
-    expected = answer(Engine(target, 512))
-    answer(engine, n=12)
+    expected = generated(Engine(target, 512))
+    generated(engine, n=12)
     with torch.compiler.set_stance("fail_on_recompile"):
-        assert answer(engine) == expected
+        assert generated(engine) == expected
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +99,8 @@ def test_compiled_pieces_are_the_eager_ones(target, engine):
     with torch.compiler.set_stance("fail_on_recompile"):
         for turn in range(7):
             params = SamplingParams(0.8, seed=turn)
-            expected = answer(eager, text, params, 40)
-            assert answer(engine, text, params, 40) == expected
+            expected = generated(eager, 40, text, params)
+            assert generated(engine, 40, text, params) == expected
             assert engine.stats.path_lengths == eager.stats.path_lengths
             text += [*expected, *PROMPT * (turn + 1)]
     assert len(engine.cached) > 380
@@ -111,20 +115,16 @@ def test_answers_beside_each_other_share_compiled_pieces(target, engine):
     jobs = [(PROMPT, 30), (PROMPT[:5], 20), ([7, 8, 9] * 20, 25)]
     params = [SamplingParams(0.8, seed=seed) for seed in range(3)]
     expected = [
-        answer(Engine(target, 512), *job[:1], params[i], job[1]) for i, job in enumerate(jobs)
+        generated(Engine(target, 512), n, prompt, params[i]) for i, (prompt, n) in enumerate(jobs)
     ]
-    several, texts = Batch(engine, 3), {i: [] for i in range(3)}
+    several = Batch(engine, 3)
     for i, (prompt, n) in enumerate(jobs):
         start = functools.partial(
             Engine.generate, prompt=prompt, params=params[i], max_new_tokens=n
         )
         several.begin(i, prompt, len(prompt) + n, start)
     with torch.compiler.set_stance("fail_on_recompile"):
-        while several.running:
-            for i, new in several.step():
-                assert new is None or isinstance(new, list), new
-                texts[i] += new or []
-    assert [*texts.values()] == expected
+        assert [*finished(several).values()] == expected
     spec = engine.spec(TREE, SamplingMode(greedy=False))
     used = {own.runner.pieces(spec, own.drafter).draft for own in several.engines}
     assert len(several.engines) == 3 and len(used) == 1 and EAGER.draft not in used
@@ -207,12 +207,12 @@ def test_graphs_hold_compiled_pieces(target):
     params = DRAWN[3]
     engine = captured_engine(target, 512)
     engine.use(NgramDrafter(4))
-    expected = answer(Engine(target, 512), params=params)
+    expected = generated(Engine(target, 512), params=params)
     engine.on_cpu = False
     compiler = CycleCompiler(engine, SamplingMode.of(params, target.config.vocab_size))
     compiler.compile()
     compiler.apply()
-    assert answer(engine, params=params) == expected
+    assert generated(engine, params=params) == expected
     assert engine.runner.error is None and engine.runner.replays > 0
     kinds = [spec for _, spec in engine.runner.compiled]
     assert len(kinds) == 2 and kinds[0].shape is None
@@ -244,7 +244,9 @@ def test_compiled_pieces_of_other_drafters(target, make, params):
     with torch.compiler.set_stance("fail_on_recompile"):
         for seed in (3, 4):
             params = SamplingParams(params.temperature, seed=seed)
-            assert answer(engine, PROMPT * 45, params) == answer(eager, PROMPT * 45, params)
+            assert generated(engine, 60, PROMPT * 28, params) == generated(
+                eager, 60, PROMPT * 28, params
+            )
             assert engine.stats.path_lengths == eager.stats.path_lengths
     assert all(map(torch.equal, engine.drafter.advanced, eager.drafter.advanced))
 
@@ -259,7 +261,7 @@ def test_an_empty_proposal_costs_one_row_on_a_cpu(target):
     target.forward = lambda tokens, *rest: rows.append(len(tokens)) or target_forward(tokens, *rest)
     try:
         with torch.compiler.set_stance("fail_on_recompile"):
-            assert answer(engine) == answer(Engine(target, 512))
+            assert generated(engine) == generated(Engine(target, 512))
     finally:
         del target.forward
     assert set(rows[: engine.stats.passes]) == {1, 5}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import functools
 import itertools
 import json
 import random
@@ -36,9 +37,16 @@ from fasteagle.generate import Engine
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import FusedShape, GatedChain, TreeShape
-from helpers import captured_engine, costs, generated, pairs, random_head, tuned_engine
-
-GREEDY = SamplingParams()
+from helpers import (
+    GREEDY,
+    PROMPT,
+    captured_engine,
+    costs,
+    generated,
+    pairs,
+    random_head,
+    tuned_engine,
+)
 
 
 @pytest.fixture
@@ -81,25 +89,27 @@ def test_compiling_teaches_the_lookup_nothing(target, monkeypatch):
     assert all(map(torch.equal, engine.drafter.advanced, learned))
 
 
-def test_pausing_and_drafting_in_turn_changes_no_token(engine, target):
-    expected = generated(Engine(target, 512), 200)
+@pytest.mark.parametrize("ahead", [None, 0, 1])
+def test_pausing_and_drafting_in_turn_changes_no_token(target, tmp_path, ahead):
+    """Eagerly, and where cycles are replayed."""
+    expected = generated(Engine(target, 512), 300)
+    made = Engine if ahead is None else functools.partial(captured_engine, ahead=ahead)
+    engine = tuned_engine(target, tmp_path, made=made)
     # Trees are dear here, and little is accepted: pauses and probes follow.
     policy = follow_costs(engine.drafter, costs())
     learn = policy.learn
     policy.learn = lambda shape, outcome: learn(
-        shape, outcome._replace(ms=10.0 if shape is None else 30.0)
+        shape, outcome._replace(ms=10.0 if shape is None else 40.0)
     )
-    assert generated(engine, 200) == expected
+    assert generated(engine, 300) == expected
     used = policy.used
-    assert used[None] > 30 and len(used) > 1
+    assert used[None] > 100 and len(used) > 1  # a pause fills the pending pairs more than once
     assert engine.stats.passes == sum(used.values())
     # Pairs of paused passes are shown to the head at the end: a follow-up finds them there.
     assert len(engine.cached) - engine.shown <= 8
-    follow_up = [5, 6, 7, 8, *expected, 9, 10]
-    fresh = Engine(target, 512)
-    want = [t for ids in fresh.generate(follow_up, GREEDY, 30) for t in ids]
-    assert [t for ids in engine.generate(follow_up, GREEDY, 30) for t in ids] == want
-    assert engine.stats.cached_tokens > 190
+    follow_up = [*PROMPT, *expected, 9, 10]
+    assert generated(engine, 30, follow_up) == generated(Engine(target, 512), 30, follow_up)
+    assert engine.stats.cached_tokens > 290
 
 
 def fused_drafter(target, path):
@@ -150,9 +160,9 @@ def test_any_order_of_fused_trees_gives_the_text_of_plain_decoding(target, tmp_p
     turn = [FusedShape(2, 2, 6, 6), FusedShape(0, 1, 40, 40), FusedShape(0, 1, 4, 4), None]
     policy = engine.drafter.policy = Shuffled(turn)
     prompt, n = [5, 6, 7, 8] * 6, 150
-    expected = list(Engine(target, 512).generate(prompt, params, n))
-    result = [t for ids in engine.generate(prompt, params, n) for t in ids]
-    assert result == [t for ids in expected for t in ids]
+    expected = generated(Engine(target, 512), n, prompt, params)
+    result = generated(engine, n, prompt, params)
+    assert result == expected
     outcomes = policy.outcomes
     assert {shape for shape, _ in outcomes} == set(turn)
     assert all(o.by_lookup <= o.accepted for _, o in outcomes)
@@ -162,8 +172,8 @@ def test_any_order_of_fused_trees_gives_the_text_of_plain_decoding(target, tmp_p
     assert all(o.ms > 0 for _, o in outcomes)
     assert_true_pairs(engine, [*prompt, *result])
     follow_up = [*prompt, *result, 9, 10]
-    plain = [t for ids in Engine(target, 512).generate(follow_up, params, 30) for t in ids]
-    assert [t for ids in engine.generate(follow_up, params, 30) for t in ids] == plain
+    plain = generated(Engine(target, 512), 30, follow_up, params)
+    assert generated(engine, 30, follow_up, params) == plain
 
 
 @torch.no_grad()

@@ -21,7 +21,14 @@ from fasteagle.quant.cpu_linear import NativeLinear
 from fasteagle.quant.scheme import Scheme
 from fasteagle.shapes import TreeShape
 from fasteagle.tree import TreeView, ancestor_mask, tree_paths
-from helpers import eagle3_of, random_head, random_target, rounded_activations, tiny_config
+from helpers import (
+    eagle3_of,
+    generated,
+    random_head,
+    random_target,
+    rounded_activations,
+    tiny_config,
+)
 from native_models import CONFIGS, SHAPE, native_backend, native_target
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
@@ -265,5 +272,5 @@ def test_drafting_in_bf16_changes_no_token(algorithm):
         texts = []
         for drafter in (None, EagleDrafter(head, TreeShape(3, 3, 8), 256)):
             engine = Engine(target, 256, drafter=drafter, backend=backend)
-            texts.append([t for new in engine.generate([1, 2, 3], params, 40) for t in new])
+            texts.append(generated(engine, 40, params=params))
         assert texts[0] == texts[1]

@@ -22,7 +22,7 @@ from fasteagle.sampling import BAD_ROW, SamplingMode, draw
 from fasteagle.shapes import AnyShape, FusedShape, TreeShape
 from fasteagle.state import CycleSpec
 from fasteagle.tree import HEAD, LOOKUP, DraftTree, Proposal
-from helpers import tiny_config
+from helpers import generated, tiny_config
 from native_models import SHAPE, native_target, random_tree, state_of
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
@@ -272,7 +272,7 @@ def test_what_the_kernels_do_not_do_is_done_by_the_cycle(target):
             if not native:
                 backend = Backend(backend.target)
             engine = Engine(target, 200, drafter=NgramDrafter(4), backend=backend)
-            text = [t for new in engine.generate([1, 2, 3, 1, 2], drawn, 60) for t in new]
+            text = generated(engine, 60, [1, 2, 3, 1, 2], drawn)
             texts.append((text, engine.stats.path_lengths, engine.stats.drafted))
         assert texts[0] == texts[1]
 

@@ -29,7 +29,7 @@ from fasteagle.options import SamplingParams
 from fasteagle.quant.scheme import Scheme
 from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import GatedChain, TreeShape
-from helpers import empty_state, random_head, spec_of, tiny_config
+from helpers import empty_state, generated, random_head, spec_of, tiny_config
 from native_models import SHAPE, native_target
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
@@ -103,7 +103,7 @@ def engine_of(target, drafter=None) -> Engine:
 
 
 def answer(engine: Engine, params, n=120, prompt=(1, 2, 3)) -> list[int]:
-    return [t for new in engine.generate(list(prompt), params, n) for t in new]
+    return generated(engine, n, list(prompt), params)
 
 
 PASSES = {1: 4.0, 2: 4.1, 9: 4.8, 17: 5.6}

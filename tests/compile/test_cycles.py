@@ -7,12 +7,9 @@ import torch
 
 from fasteagle.compile.backend import choose_backend
 from fasteagle.compile.blocks import missing_compiler
-from fasteagle.compile.costs import follow_costs
 from fasteagle.decoding.backend import Backend
-from fasteagle.drafting.base import Tuning
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.fused import FusedDrafter
-from fasteagle.drafting.ladder import DEFAULT_RANKS
 from fasteagle.drafting.lookup import Lookup
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.drafting.static_tree import StaticTreeDrafter
@@ -21,11 +18,18 @@ from fasteagle.generate import Engine
 from fasteagle.model import Target
 from fasteagle.options import SamplingParams
 from fasteagle.shapes import FusedShape, TreeShape
-from helpers import captured_engine, costs, eagle3_of, random_head, random_target, tiny_config
+from helpers import (
+    GREEDY,
+    PROMPT,
+    captured_engine,
+    eagle3_of,
+    generated,
+    random_head,
+    random_target,
+    tiny_config,
+)
 
 needs_compiler = pytest.mark.skipif(missing_compiler() is not None, reason="no C++ compiler")
-PROMPT = [5, 6, 7, 8, 9]
-GREEDY = SamplingParams()
 DRAWN = [
     GREEDY,
     SamplingParams(0.8, top_p=0.9, seed=7),
@@ -52,10 +56,6 @@ def drafters(head, max_seq_len=256):
     ]
 
 
-def answer(engine, prompt=PROMPT, params=GREEDY, n=60, eos=frozenset()):
-    return [t for ids in engine.generate(prompt, params, n, eos) for t in ids]
-
-
 def eagle_engine(target, head, ahead=1, max_seq_len=256, advice=None):
     engine = captured_engine(target, max_seq_len, ahead, advice)
     engine.use(EagleDrafter(head, TreeShape(3, 3, 8), max_seq_len))
@@ -74,14 +74,14 @@ def eagle_engine(target, head, ahead=1, max_seq_len=256, advice=None):
 )
 def test_the_tokens_and_passes_of_eager_cycles(target, algorithm, ahead, params, first):
     head = random_head(target, eagle3=eagle3_of(algorithm, target.config))
-    expected = answer(Engine(target, 256), params=params, n=40)
+    expected = generated(Engine(target, 256), params=params, n=40)
     for ours, theirs in zip(drafters(head)[first::2], drafters(head)[first::2], strict=True):
         engine = captured_engine(target, 256, ahead)
         engine.use(ours)
-        assert answer(engine, params=params, n=40) == expected
+        assert generated(engine, params=params, n=40) == expected
         assert engine.runner.error is None and engine.runner.replays > engine.stats.passes - 1
         eager = Engine(target, 256, drafter=theirs)
-        assert answer(eager, params=params, n=40) == expected
+        assert generated(eager, params=params, n=40) == expected
         # Not just right: the same proposals, accepted in the same passes.
         assert engine.stats.path_lengths == eager.stats.path_lengths
         assert engine.stats.passes == eager.stats.passes
@@ -92,11 +92,11 @@ def test_a_new_seed_or_temperature_captures_nothing(target, head):
     engine = eagle_engine(target, head)
     for values in ({}, {"seed": 5}, {"temperature": 0.4}, {"seed": 9, "top_p": 0.7}):
         params = SamplingParams(**{"temperature": 0.8, "top_p": 0.9, "seed": 1, **values})
-        expected = answer(Engine(target, 256), params=params, n=20)
-        assert answer(engine, params=params, n=20) == expected
+        expected = generated(Engine(target, 256), params=params, n=20)
+        assert generated(engine, params=params, n=20) == expected
         assert engine.runner.graphs.captured == 2  # plain, and the tree
     for other, captured in ((SamplingParams(0.8), 4), (GREEDY, 6), (params, 8)):
-        answer(engine, params=other, n=5)  # with the third kind the oldest graphs are gone
+        generated(engine, params=other, n=5)  # with the third kind the oldest graphs are gone
         assert engine.runner.graphs.captured == captured
 
 
@@ -106,30 +106,32 @@ def test_a_stop_rewinds_and_the_next_turn_goes_on(target, head, ahead):
     plain = Engine(target, 256)
     prompt = list(PROMPT)
     for n in (1, 2, 7, 20):
-        expected = answer(plain, prompt, n=n)
-        assert answer(engine, prompt, n=n) == expected
+        expected = generated(plain, n, prompt)
+        assert generated(engine, n, prompt) == expected
         assert len(engine.cached) == len(prompt) + n - 1
         prompt += [*expected, 11, 12]
         if n > 7:
             assert engine.stats.cached_tokens > 10
     stop = expected[5]
-    assert answer(engine, eos=frozenset([stop])) == answer(plain, eos=frozenset([stop]))
+    assert generated(engine, eos_ids=frozenset([stop])) == generated(
+        plain, eos_ids=frozenset([stop])
+    )
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_up_to_the_last_slot(target, head, ahead):
-    expected = answer(Engine(target, 48), n=100)
+    expected = generated(Engine(target, 48), n=100)
     engine = eagle_engine(target, head, ahead, max_seq_len=48)
-    assert answer(engine, n=100) == expected and engine.stats.finish == "context"
+    assert generated(engine, n=100) == expected and engine.stats.finish == "context"
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_large_tree_stays_within_caches_of_fixed_size(target, head, ahead):
     """Where the context ends there is no room for its rows: the last tokens are plain."""
-    expected = answer(Engine(target, 192), n=250)
+    expected = generated(Engine(target, 192), n=250)
     engine = captured_engine(target, 192, ahead)
     engine.use(EagleDrafter(head, TreeShape(5, 8, 120), 192))
-    assert answer(engine, n=250) == expected and engine.stats.finish == "context"
+    assert generated(engine, n=250) == expected and engine.stats.finish == "context"
     engine.prepare(SamplingParams(0.8))  # captured behind the text
     with pytest.raises(FasteagleError, match=r"tree-nodes 260 is out of range: max-seq-len 192"):
         engine.use(EagleDrafter(head, TreeShape(6, 8, 260), 192))
@@ -140,33 +142,15 @@ def test_an_answer_cut_short_or_another_drafter_leaves_the_engine_ready(target, 
     begun = engine.generate(PROMPT, GREEDY, 50)
     first = [t for ids in (next(begun), next(begun)) for t in ids]
     begun.close()
-    expected = answer(Engine(target, 256))
+    expected = generated(Engine(target, 256))
     assert first == expected[: len(first)] and len(first) >= 2
     assert engine.cached == (PROMPT + first)[:-1]
-    assert answer(engine) == expected
+    assert generated(engine) == expected
     drafter = engine.drafter
     engine.use(None)
-    assert answer(engine) == expected and engine.stats.path_lengths == []
+    assert generated(engine) == expected and engine.stats.path_lengths == []
     engine.use(drafter)
-    assert answer(engine) == expected and engine.stats.path_lengths
-
-
-@pytest.mark.parametrize("ahead", [0, 1])
-def test_the_policy_steers_captured_cycles_too(target, head, tmp_path, ahead):
-    engine = captured_engine(target, 512, ahead)
-    drafter = EagleDrafter(head, TreeShape(3, 3, 8), 512)
-    drafter.tuning = Tuning(tmp_path / "costs.json", DEFAULT_RANKS)
-    engine.use(drafter)
-    policy = follow_costs(drafter, costs())
-    learn = policy.learn
-    policy.learn = lambda shape, outcome: learn(  # trees are dear here
-        shape, outcome._replace(ms=10.0 if shape is None else 40.0)
-    )
-    assert answer(engine, n=300) == answer(Engine(target, 512), n=300)
-    used = policy.used
-    assert used[None] > 100 and len(used) > 1  # a pause fills the pending pairs more than once
-    # Pairs of paused passes are shown to the head all the same: a follow-up finds them.
-    assert len(engine.cached) - engine.shown <= 8
+    assert generated(engine) == expected and engine.stats.path_lengths
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -185,13 +169,13 @@ def test_bad_logits_are_reported(head, ahead):
 def test_what_cannot_be_captured_runs_as_it_is_and_says_why(target, head):
     engine = eagle_engine(target, head)
     engine.runner.graphs.failing = True
-    expected = answer(Engine(target, 256))
-    assert answer(engine) == expected
+    expected = generated(Engine(target, 256))
+    assert generated(engine) == expected
     assert engine.runner.error == "operation not permitted" and engine.runner.replays == 0
     # The next capture is not harmed by it.
     engine.runner.graphs.failing = False
     engine.runner.forget()
-    assert answer(engine) == expected and engine.runner.replays > 0
+    assert generated(engine) == expected and engine.runner.replays > 0
 
 
 def test_a_capture_that_another_thread_spoils_is_made_again(target, head):
@@ -207,7 +191,7 @@ def test_a_capture_that_another_thread_spoils_is_made_again(target, head):
         return capture(step, restore)
 
     graphs.capture = spoiled
-    assert answer(engine) == answer(Engine(target, 256))
+    assert generated(engine) == generated(Engine(target, 256))
     assert refused and engine.runner.error is None and engine.runner.replays > 0
     refused.clear()  # the tuner's captures too
     steps = []
@@ -241,7 +225,7 @@ def test_a_capture_without_memory_says_what_would_fit(target, head, error, advic
         raise error
 
     engine.runner.graphs.capture = without_memory
-    assert answer(engine) == answer(Engine(target, 256))
+    assert generated(engine) == generated(Engine(target, 256))
     assert engine.runner.error == f"{error}{suffix}"
     assert len(tried) == 2, "once for each variant: memory is not there a moment later"
 
@@ -252,11 +236,11 @@ def test_a_prompt_without_memory_says_what_would_fit(target, head, monkeypatch):
 
     monkeypatch.setattr(Engine, "_run", without_memory)
     engine = Engine(target, 256, backend=Backend(Target(target), lambda head: f"{head} fits"))
-    with pytest.raises(FasteagleError, match="of a prompt of 5: None fits$"):
-        answer(engine)
+    with pytest.raises(FasteagleError, match="of a prompt of 8: None fits$"):
+        generated(engine)
     engine.use(EagleDrafter(head, TreeShape(3, 3, 8), 256))
-    with pytest.raises(FasteagleError, match=r"of a prompt of 5: HeadConfig\(.*\) fits$"):
-        answer(engine)
+    with pytest.raises(FasteagleError, match=r"of a prompt of 8: HeadConfig\(.*\) fits$"):
+        generated(engine)
 
 
 def test_multi_round_sampling_walks_on_the_host_and_is_not_captured(target, head):
@@ -265,7 +249,7 @@ def test_multi_round_sampling_walks_on_the_host_and_is_not_captured(target, head
     engine.use(drafter)
     params = SamplingParams(0.9, seed=2)
     eager = Engine(target, 256, drafter=StaticTreeDrafter(head, 256, sampled=True))
-    assert answer(engine, params=params) == answer(eager, params=params)
+    assert generated(engine, params=params) == generated(eager, params=params)
     assert engine.runner.error is None and engine.runner.replays == 0
 
 
@@ -301,10 +285,10 @@ class TestReplays:
         target, engine = made()
         if engine.on_cpu and params != GREEDY:
             pytest.skip("see test_the_tokens_and_passes_of_eager_cycles")
-        expected = answer(Engine(target, 512), params=params)
+        expected = generated(Engine(target, 512), params=params)
         for drafter in drafters(random_head(target), 512):
             engine.use(drafter)
-            assert answer(engine, params=params) == expected
+            assert generated(engine, params=params) == expected
             assert engine.runner.error is None
             shapes = [] if drafter is None else drafter.shapes()
             assert engine.runner.captured == 1 + len(shapes), "plain, and each tree"
@@ -314,14 +298,14 @@ class TestReplays:
         for shape, length in ((TreeShape(2, 2, 4), 256), (TreeShape(4, 3, 12), 512)):
             target, engine = made(length)
             eagle(engine, shape)
-            assert answer(engine) == answer(Engine(target, length))
+            assert generated(engine) == generated(Engine(target, length))
             assert engine.runner.error is None and engine.runner.captured == 2
 
     def test_two_engines_in_one_process_take_turns(self, made):
         pairs = [made(), made()]
         for _, engine in pairs:
             eagle(engine)
-        expected = answer(Engine(pairs[0][0], 512))
+        expected = generated(Engine(pairs[0][0], 512))
         begun = [engine.generate(PROMPT, GREEDY, 60) for _, engine in pairs]
         answers = [[], []]
         for _ in range(60):  # a cycle of one, then a cycle of the other
@@ -333,7 +317,7 @@ class TestReplays:
     def test_many_captures_of_real_cycles_leak_nothing(self, made):
         target, engine = made()
         eagle(engine)
-        expected = answer(engine)
+        expected = generated(engine)
         for round_ in range(11 if engine.on_cpu else 150):
             if round_ == 10:
                 before = used_bytes(engine)
@@ -341,12 +325,12 @@ class TestReplays:
             engine.prepare(GREEDY)
             assert engine.runner.error is None and engine.runner.captured == 2
         assert used_bytes(engine) - before < 32 * 2**20
-        assert answer(engine) == expected == answer(Engine(target, 512))
+        assert generated(engine) == expected == generated(Engine(target, 512))
 
     def test_a_capture_works_after_one_that_failed(self, made):
         target, engine = made()
         eagle(engine)
-        expected = answer(Engine(target, 512))
+        expected = generated(Engine(target, 512))
 
         def reads_on_the_host():
             engine.state.seq_len.item()
@@ -355,7 +339,7 @@ class TestReplays:
 
         with pytest.raises(RuntimeError):
             engine.runner.timed(reads_on_the_host, lambda: None)
-        assert answer(engine) == expected
+        assert generated(engine) == expected
         assert engine.runner.error is None and engine.runner.captured == 2
 
 
@@ -366,8 +350,8 @@ def test_engines_on_two_devices_in_one_process():
     engines = [Engine(one, 512, backend=choose_backend(one)) for one in targets]
     for engine in engines:
         eagle(engine)
-    expected = answer(Engine(targets[0], 512))
+    expected = generated(Engine(targets[0], 512))
     for engine in (*engines, *reversed(engines)):
-        assert answer(engine) == expected
+        assert generated(engine) == expected
         assert engine.runner.error is None and engine.runner.captured == 2
     assert torch.cuda.current_device() == 0

@@ -23,7 +23,7 @@ from fasteagle.generate import Engine
 from fasteagle.model import Target
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import SamplingMode
-from helpers import Even, captured_engine, random_target, tiny_config
+from helpers import Even, captured_engine, generated, random_target, tiny_config
 from replaying import FakePlace
 
 
@@ -118,8 +118,7 @@ def test_a_processor_runs_between_two_graphs():
     def answer(processor, seed=0):
         engine.restart()
         params = SamplingParams(0.9, top_p=0.95, seed=seed)
-        cycles = engine.generate([1, 2, 3], params, 8, processor=processor)
-        return [token for new in cycles for token in new]
+        return generated(engine, 8, params=params, processor=processor)
 
     free = answer(None)
     runner = engine.runner

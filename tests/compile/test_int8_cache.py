@@ -20,14 +20,17 @@ from fasteagle.loading.open import open_model
 from fasteagle.loading.registry import preset
 from fasteagle.options import RuntimeOptions, SamplingParams
 from fasteagle.shapes import TreeShape
-from helpers import captured_engine, eager_engine, random_head, random_target, tiny_config
-
-PROMPT = [5, 6, 7, 8, 9]
-GREEDY = SamplingParams()
-
-
-def answer(engine, n=60, params=GREEDY, prompt=PROMPT):
-    return [t for ids in engine.generate(prompt, params, n) for t in ids]
+from helpers import (
+    GREEDY,
+    PROMPT,
+    captured_engine,
+    eager_engine,
+    finished,
+    generated,
+    random_head,
+    random_target,
+    tiny_config,
+)
 
 
 @pytest.fixture(params=["mask", "view"])
@@ -68,12 +71,12 @@ def test_features_are_close_to_those_of_a_whole_cache(target):
 
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(0.8, seed=3)], ids=str)
 def test_drafting_changes_no_token(target, params):
-    expected = answer(eager_engine(target, 256), params=params)
+    expected = generated(eager_engine(target, 256), params=params)
     drafter = EagleDrafter(random_head(target.model), TreeShape(3, 3, 8), 256)
-    assert answer(eager_engine(target, 256, drafter=drafter), params=params) == expected
+    assert generated(eager_engine(target, 256, drafter=drafter), params=params) == expected
     engine = captured_engine(target, 256)
     engine.use(drafter)
-    assert answer(engine, params=params) == expected
+    assert generated(engine, params=params) == expected
 
 
 def test_engine_and_draft_head_have_caches_of_their_own_kind(target):
@@ -88,12 +91,12 @@ def test_engine_and_draft_head_have_caches_of_their_own_kind(target):
 def test_a_stored_conversation_comes_back(target):
     engine, conversations = eager_engine(target, 512), PrefixCache(2**20)
     long = PROMPT * 20
-    expected = answer(engine, prompt=long)
+    expected = generated(engine, prompt=long)
     conversations.turn_to(engine, [1, 2, 3])
-    answer(engine, prompt=[1, 2, 3])
+    generated(engine, prompt=[1, 2, 3])
     conversations.turn_to(engine, long)
-    assert engine.cached[:100] == long
-    assert answer(engine, prompt=long) == expected
+    assert engine.cached[: len(long)] == long
+    assert generated(engine, prompt=long) == expected
 
 
 def test_several_texts_at_once(target):
@@ -103,12 +106,9 @@ def test_several_texts_at_once(target):
         several.begin(
             key, prompt, 64, lambda engine, prompt=prompt: engine.generate(prompt, GREEDY, 12)
         )
-    answers = {0: [], 1: []}
-    while several.running:
-        for key, new in several.step():
-            answers[key] += new or []
-    assert answers[0] == answer(eager_engine(target, 256), 12)
-    assert answers[1] == answer(eager_engine(target, 256), 12, prompt=PROMPT[1:])
+    answers = finished(several)
+    assert answers[0] == generated(eager_engine(target, 256), 12)
+    assert answers[1] == generated(eager_engine(target, 256), 12, prompt=PROMPT[1:])
 
 
 @pytest.mark.slow
@@ -124,16 +124,16 @@ def test_compiled_code_reads_and_writes_it():
     assert compile_now(engine)
     with torch.compiler.set_stance("fail_on_recompile"):
         for prompt in (PROMPT * 45, PROMPT):
-            assert answer(engine, prompt=prompt) == answer(eager, prompt=prompt)
+            assert generated(engine, prompt=prompt) == generated(eager, prompt=prompt)
             assert engine.stats.path_lengths == eager.stats.path_lengths
 
 
 def test_the_option(tiny_dir):
     options = RuntimeOptions(dtype="fp32", max_seq_len=128, kv="int8")
     engine = open_model(str(tiny_dir)).loaded(options).engine
-    assert engine.cache.rows.dtype == torch.int8 and len(answer(engine, 20)) == 20
+    assert engine.cache.rows.dtype == torch.int8 and len(generated(engine, 20)) == 20
     quantized = dataclasses.replace(options, dtype="auto", quant="int8")
-    assert len(answer(open_model(str(tiny_dir)).loaded(quantized).engine, 20)) == 20
+    assert len(generated(open_model(str(tiny_dir)).loaded(quantized).engine, 20)) == 20
     with pytest.raises(FasteagleError, match="kv 'int4' is unknown: use auto or int8"):
         RuntimeOptions(kv="int4")
 

@@ -15,7 +15,7 @@ from fasteagle.quant.linear import QuantizedLMHead
 from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import Scheme
 from fasteagle.shapes import FusedShape, TreeShape
-from helpers import Even, eagle3_of, random_head, rest_slow
+from helpers import Even, eagle3_of, generated, random_head, rest_slow
 from interleaved_models import KernelBackend, packed_head, packed_target
 
 PROMPT = [5, 6, 7, 8] * 15  # rows of a tree go on in a second block of keys
@@ -46,7 +46,7 @@ def made(algorithm: str, shape, kv: str = "auto", name: str = "gqa"):
 def answer(backend, params, n: int, drafter=None, processor=None):
     """Text, keys and values, and the engine."""
     engine = Engine(backend.target.model, 128, drafter=drafter, backend=backend)
-    text = [t for ids in engine.generate(PROMPT, params, n, processor=processor) for t in ids]
+    text = generated(engine, n, PROMPT, params, processor=processor)
     return text, engine.cache.rows[:, :, : len(engine.cached)].clone(), engine
 
 
@@ -84,7 +84,7 @@ def test_a_second_turn_is_that_of_plain_decoding(kernels_on_cpu, algorithm, para
         text = []
         for turn in (PROMPT + PROMPT[:10], [9, 8, 7]):
             text += turn
-            text += [t for ids in engine.generate(text, params, 3) for t in ids]
+            text += generated(engine, 3, text, params)
         assert engine.stats.cached_tokens > 70
         return text, engine.cache.rows[:, :, : len(engine.cached)].clone()
 

@@ -24,7 +24,7 @@ from fasteagle.generate import Engine
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import SamplingMode
 from fasteagle.tree import TreeView, relations
-from helpers import rest_slow
+from helpers import finished, generated, rest_slow
 from interleaved_models import KernelBackend
 from ptx.memory import Fault
 from replaying import PooledGraphs
@@ -229,7 +229,7 @@ def test_texts_and_caches_are_those_written_alone(
     expected = []
     for prompt, params, n in jobs:
         own = engine()
-        text = [t for new in own.generate(prompt, params, n) for t in new]
+        text = generated(own, n, prompt, params)
         expected.append((text, own.cache.rows[:, :, : len(own.cached)].clone()))
     shared, drafted = [], []
     run, draft = CudaPass._run, CudaDraft.__call__
@@ -259,16 +259,12 @@ def test_texts_and_caches_are_those_written_alone(
         missed.extend({(fn.name, key)} - ahead.keys())
 
     monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", note_missed)
-    texts, caches = [[] for _ in jobs], [None] * n_jobs
+    caches = [None] * n_jobs
     for i, (prompt, _, n) in enumerate(jobs):
         start = lambda own, i=i: jobs_of(own, *jobs[i], caches, i)  # noqa: E731
         several.begin(i, prompt, len(prompt) + n, start)
-    while several.running:
-        for i, new in several.step():
-            if isinstance(new, Exception):
-                raise new
-            texts[i] += new or []
-    for text, cache, (wanted, rows) in zip(texts, caches, expected, strict=True):
+    texts = finished(several)
+    for text, cache, (wanted, rows) in zip(texts.values(), caches, expected, strict=True):
         assert text == wanted and torch.equal(cache.view(torch.uint8), rows.view(torch.uint8))
     assert max(shared) == n_jobs and backend.shares_passes
     # Greedy texts and drawn ones draft apart.

@@ -16,6 +16,7 @@ from fasteagle.llm import open_llm
 from fasteagle.loading.open import open_dummy
 from fasteagle.loading.registry import local_path
 from fasteagle.options import DEFAULT_MODEL, DraftOptions, RuntimeOptions, SamplingParams
+from helpers import finished
 
 pytestmark = pytest.mark.gpu
 N_TEXTS, PATIENCE = 4, 180.0  # seconds of compiling
@@ -54,15 +55,10 @@ def test_texts_written_together_are_those_written_alone(prepared, engine, row, c
             return own.generate([5, 6, 7] * (3 + i), params[i], 24)
 
         alone = [[t for new in ask(engine, i) for t in new] for i in range(N_TEXTS)]
-        texts: list[list[int]] = [[] for _ in alone]
         several = Batch(engine, N_TEXTS)
         for i in range(N_TEXTS):
             several.begin(i, [5], 64, lambda own, i=i: ask(own, i))
-        while several.running:
-            for i, new in several.step():
-                assert not isinstance(new, Exception), new
-                texts[i] += new or []
-        assert texts == alone
+        assert [*finished(several).values()] == alone
         assert {own.runner.error for own in several.engines} == {None}
     assert engine.backend.shares_passes
 

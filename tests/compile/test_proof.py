@@ -28,15 +28,10 @@ from fasteagle.quant import cpu_build
 from fasteagle.quant.cpu_linear import NativeLinear
 from fasteagle.quant.scheme import Scheme
 from fasteagle.shapes import GatedChain
-from helpers import eagle3_of, random_head, spec_of, tiny_config
+from helpers import eagle3_of, generated, random_head, spec_of, tiny_config
 from native_models import MIXTRAL, SHAPE, native_target
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
 @pytest.fixture
@@ -44,9 +39,8 @@ def model():
     return native_target(tiny_config(**SHAPE))
 
 
-def answer(backend) -> list[int]:
-    engine = Engine(backend.target.model, 128, backend=backend)
-    return [t for new in engine.generate([1, 2, 3], SamplingParams(), 20) for t in new]
+def answer(backend, drafter=None) -> list[int]:
+    return generated(Engine(backend.target.model, 128, drafter=drafter, backend=backend), 20)
 
 
 def wrong_pass(self, state, target, proposal):
@@ -279,15 +273,6 @@ def failing(*args):
     yield proof.Check("drafting", 0.0, lambda: (torch.zeros(1), torch.ones(1)))
 
 
-def raising_chain(self, *args):
-    raise RuntimeError("illegal instruction")
-
-
-def drafted(backend, drafter) -> list[int]:
-    engine = Engine(backend.target.model, 128, drafter=drafter, backend=backend)
-    return [t for new in engine.generate([1, 2, 3], SamplingParams(), 20) for t in new]
-
-
 def test_drafting_that_is_right_is_used_and_proved_once(model, drafter, monkeypatch, capsys):
     backend = CpuBackend(model)
     proof.prove_drafting(backend, drafter.head, strict=True)
@@ -316,7 +301,7 @@ def test_where_kernels_fail_another_shape_is_chosen(tiny_dir, tmp_path, part, mo
     options = RuntimeOptions(device="cpu", dtype="fp32", quant="int8", max_seq_len=128)
     draft = DraftOptions("ngram")
     if part == "drafting":
-        monkeypatch.setattr(cpu_draft.NativeChain, "draft", raising_chain)
+        monkeypatch.setattr(cpu_draft.NativeChain, "draft", raising)
         runtime = open_model(str(tiny_dir), options).loaded(options)
         head = random_head(runtime.engine.model, rope_scaling=None, rope_base=10000.0)
         save_head(tmp_path / "head", head, {}, torch.float32)
@@ -341,7 +326,7 @@ def no_history(self, state, drafter, *args):
     return tokens, paths
 
 
-@pytest.mark.parametrize("wrong", [other_tokens, no_history, raising_chain])
+@pytest.mark.parametrize("wrong", [other_tokens, no_history, raising])
 def test_a_wrong_chain_is_the_cores(model, drafter, wrong, monkeypatch, capsys):
     expected = answer(CpuBackend(model))
     chain = cpu_draft.NativeChain
@@ -354,7 +339,7 @@ def test_a_wrong_chain_is_the_cores(model, drafter, wrong, monkeypatch, capsys):
         assert line.startswith("warning: drafting of backend cpu failed on")
         assert line.count("\n") == 1 and "drafting by torch" in backend.describe()
         assert not backend.drafts(drafter, spec_of(drafter.shape))
-        assert drafted(backend, drafter) == expected
+        assert answer(backend, drafter) == expected
     with pytest.raises(FasteagleError, match=r"drafting of backend cpu .*leave out --strict"):
         proof.prove_drafting(CpuBackend(model), drafter.head, strict=True)
 
@@ -383,9 +368,3 @@ def test_what_is_left_to_the_core_is_no_more_than_fails(model):
     )
     backend.leave("drafting")
     assert backend.pieces == EAGER._replace(verify=made.verify)
-
-
-def test_strict_refuses(model, monkeypatch):
-    monkeypatch.setattr(cpu_pass.NativeFinish, "__call__", raising)
-    with pytest.raises(FasteagleError, match=r"commits of backend cpu .*leave out --strict"):
-        proof.prove(CpuBackend(model), strict=True)

@@ -29,7 +29,7 @@ from fasteagle.model import Output, Target
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import TreeShape
-from helpers import Even, random_head, random_target, tiny_config
+from helpers import Even, finished, generated, random_head, random_target, tiny_config
 from replaying import FakePlace, PooledGraphs, ReplayingBackend
 
 GREEDY, DRAWN = SamplingParams(), SamplingParams(0.8, seed=3)
@@ -69,19 +69,13 @@ def ask(engine: Engine, i: int):
 
 
 def together(engine: Engine, keys=(0, 1, 2)) -> tuple[dict[int, list[int]], Batch]:
-    several, texts = Batch(engine, 3), {i: [] for i in keys}
+    several = Batch(engine, 3)
     for i in keys:
         several.begin(i, PROMPTS[i], 64, lambda own, i=i: ask(own, i))
     # A prompt waits its share of the time, and a slow one would miss the others.
     clock = SimpleNamespace(perf_counter=itertools.count().__next__)
-    while several.running:
-        with mock.patch.object(fasteagle.batch, "time", clock):
-            items = several.step()
-        for i, new in items:
-            if isinstance(new, Exception):
-                raise new
-            texts[i] += new or []
-    return texts, several
+    with mock.patch.object(fasteagle.batch, "time", clock):
+        return finished(several), several
 
 
 @pytest.mark.parametrize("kind", range(3))
@@ -156,15 +150,11 @@ def test_no_replay_reads_what_another_may_have_overwritten():
     engine.use(EagleDrafter(random_head(model), TreeShape(2, 2, 4), 128))
     several = Batch(engine, 2)
     for params in (GREEDY, DRAWN, GREEDY):
-        expected = [[*engine.sibling().generate(PROMPTS[i], params, 12)] for i in range(2)]
-        texts = {0: [], 1: []}
-        for i in texts:
+        expected = [generated(engine.sibling(), 12, PROMPTS[i], params) for i in range(2)]
+        for i in range(2):
             ask_for = functools.partial(Engine.generate, prompt=PROMPTS[i], params=params)
             several.begin(i, PROMPTS[i], 64, functools.partial(ask_for, max_new_tokens=12))
-        while several.running:
-            for i, new in several.step():
-                texts[i] += new if isinstance(new, list) else []
-        assert [*texts.values()] == [[t for new in text for t in new] for text in expected]
+        assert [*finished(several).values()] == expected
     assert all(own.runner.error is None for own in several.engines)
     assert not any(own.runner._graphs.overwritten for own in several.engines)
 
@@ -227,8 +217,7 @@ def test_parts_of_sampling_modes_that_are_not_stored_any_more_are_dropped(engine
         for i in range(2):
             ask_for = functools.partial(Engine.generate, prompt=PROMPTS[i], params=params)
             several.begin(i, PROMPTS[i], 64, functools.partial(ask_for, max_new_tokens=8))
-        while several.running:
-            several.step()
+        finished(several)
     assert len({spec.kind for _, spec, *_ in engine.runner._split}) == MOST_KINDS
 
 

@@ -12,7 +12,7 @@ from fasteagle.generate import Engine
 from fasteagle.model import Target, Transformer
 from fasteagle.options import SamplingParams
 from fasteagle.shapes import TreeShape
-from helpers import eagle3_of, random_head, random_target, tiny_config
+from helpers import eagle3_of, generated, random_head, random_target, tiny_config
 from interleaved_models import packed_target
 from replaying import ReplayingBackend
 
@@ -29,10 +29,6 @@ def engine_of(target, eagle3=False, backend=Backend) -> Engine:
     head = random_head(target, eagle3=eagle3_of("eagle3", target.config) if eagle3 else None)
     engine.use(EagleDrafter(head, TreeShape(3, 3, 7), 400))
     return engine
-
-
-def text(engine, prompt, n=12):
-    return [t for new in engine.generate(prompt, SamplingParams(), n) for t in new]
 
 
 @pytest.fixture
@@ -60,8 +56,8 @@ def test_texts_are_those_of_passes_without_graphs(target, eagle3):
     for n in (1, 16, 17, 64, 65, 3):
         history += [(7 * i + n) % 50 for i in range(n)]
         passes, others = counted(engine), counted(plain)
-        own = text(engine, history)
-        assert own == text(plain, history)
+        own = generated(engine, 12, history)
+        assert own == generated(plain, 12, history)
         assert not any(replayed for *_, replayed in others)
         assert passes and all(replayed for *_, replayed in passes)
         history += own
@@ -114,7 +110,7 @@ def test_what_is_captured_is_ready_with_the_cycles_and_once(target):
     engine.prepare(SamplingParams())
     n = engine.runner.graphs.captured
     passes = counted(engine)
-    text(engine, list(range(20)))
+    generated(engine, 12, list(range(20)))
     assert passes == [(20, 0, True)] and engine.runner.graphs.captured == n
     engine.runner.forget()
     engine.prepare(SamplingParams())
@@ -127,8 +123,8 @@ def test_a_pass_that_cannot_be_captured_runs(target):
     passes = counted(engine)
     for n in (20, 5, 30, 40, 50, 20):
         engine.restart()
-        own = text(engine, list(range(n)))
-        assert own == text(engine_of(target, backend=ReplayingBackend), list(range(n)))
+        own = generated(engine, 12, list(range(n)))
+        assert own == generated(engine_of(target, backend=ReplayingBackend), 12, list(range(n)))
     assert all(replayed for *_, replayed in passes)
 
 
@@ -140,10 +136,10 @@ def test_memory_for_a_short_prompt_may_do_where_one_for_64_rows_is_short(target,
             raise torch.OutOfMemoryError("CUDA out of memory")
         return encode(model, tokens, *rest)
 
-    expected = text(engine_of(target, backend=ReplayingBackend), [1, 2, 3])
+    expected = generated(engine_of(target, backend=ReplayingBackend), 12, [1, 2, 3])
     monkeypatch.setattr(Transformer, "encode", encoded)
     engine = engine_of(target)
-    assert text(engine, [1, 2, 3]) == expected and "out of memory" in engine.runner.error
+    assert generated(engine, 12, [1, 2, 3]) == expected and "out of memory" in engine.runner.error
 
 
 def test_the_last_slot_of_the_context(target):
@@ -151,8 +147,8 @@ def test_the_last_slot_of_the_context(target):
     engine, plain = engine_of(target), engine_of(target, backend=ReplayingBackend)
     prompt = [(3 * i) % 50 for i in range(399)]
     for own in (engine, plain):
-        text(own, prompt[:390], 1)
-    assert text(engine, prompt, 1) == text(plain, prompt, 1)
+        generated(own, 1, prompt[:390])
+    assert generated(engine, 1, prompt) == generated(plain, 1, prompt)
 
 
 @pytest.mark.gpu

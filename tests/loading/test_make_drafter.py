@@ -23,7 +23,7 @@ from fasteagle.options import DraftOptions, SamplingParams
 from fasteagle.paths import cache_dir
 from fasteagle.shapes import GatedChain, TreeShape, read_tree
 from head_folders import DIALECTS, head_for, write_folder
-from helpers import eagle3_of, forbid, invoke, random_head
+from helpers import eagle3_of, forbid, generated, invoke, random_head
 
 
 @pytest.fixture(scope="module")
@@ -215,11 +215,8 @@ def test_greedy_after_multi_round_is_greedy(model, checkpoint, head_dir):
     )
     engine = Engine(model, 512, drafter=drafter)
 
-    def answer(params, engine=engine):
-        return [t for ids in engine.generate([5, 9, 40, 7], params, 25) for t in ids]
-
-    answer(SamplingParams(1.0, seed=3))
-    assert answer(SamplingParams()) == answer(SamplingParams(), Engine(model, 512))
+    generated(engine, params=SamplingParams(1.0, seed=3))
+    assert generated(engine) == generated(Engine(model, 512))
 
 
 # The command line

@@ -27,7 +27,7 @@ from fasteagle.loading.tokenizer import DummyTokenizer
 from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
 from fasteagle.paths import cache_dir
 from fasteagle.quant.scheme import BF16, Scheme, int4_for
-from helpers import invoke
+from helpers import generated, invoke
 
 LLAMA = REGISTRY["llama2-7b"].config
 GIB = 2**30
@@ -268,7 +268,7 @@ def test_what_a_card_cannot_quantize_the_cpu_can(tiny_dir, tmp_path, monkeypatch
 def test_out_of_memory_in_a_prompt_leaves_the_engine_usable(tiny_dir, monkeypatch):
     engine = open_model(str(tiny_dir)).loaded(RuntimeOptions(dtype="fp32", max_seq_len=512)).engine
     prompt = [5, 6, 7, 8] * 80
-    expected = [t for ids in engine.generate(prompt, SamplingParams(), 8) for t in ids]
+    expected = generated(engine, 8, prompt)
     engine.restart()
     run = engine._run
 
@@ -281,12 +281,12 @@ def test_out_of_memory_in_a_prompt_leaves_the_engine_usable(tiny_dir, monkeypatc
     with pytest.raises(FasteagleError, match="out of memory at token 256 of a prompt of 320: low"):
         list(engine.generate(prompt, SamplingParams(), 8))
     monkeypatch.setattr(engine, "_run", run)
-    assert [t for ids in engine.generate(prompt, SamplingParams(), 8) for t in ids] == expected
+    assert generated(engine, 8, prompt) == expected
 
 
 def test_out_of_memory_in_an_answer_leaves_the_engine_usable(tiny_dir, monkeypatch):
     engine = open_model(str(tiny_dir)).loaded(RuntimeOptions(dtype="fp32", max_seq_len=512)).engine
-    expected = [t for ids in engine.generate([5, 6, 7], SamplingParams(), 8) for t in ids]
+    expected = generated(engine, 8, [5, 6, 7])
     engine.backend._advice = lambda head: "use --precision int8"
     with monkeypatch.context() as patch:
         begun = engine.generate([5, 6, 7], SamplingParams(), 8)
@@ -295,7 +295,7 @@ def test_out_of_memory_in_an_answer_leaves_the_engine_usable(tiny_dir, monkeypat
         with pytest.raises(EngineError, match="^out of memory at token 3: use --precision int8$"):
             next(begun)
     assert engine.cached == []
-    assert [t for ids in engine.generate([5, 6, 7], SamplingParams(), 8) for t in ids] == expected
+    assert generated(engine, 8, [5, 6, 7]) == expected
 
 
 def test_quantized_weights_on_cuda_need_triton(monkeypatch):

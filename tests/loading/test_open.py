@@ -11,8 +11,9 @@ from fasteagle.compile.blocks import missing_compiler
 from fasteagle.errors import FasteagleError
 from fasteagle.loading import open as opening
 from fasteagle.loading.open import open_model
-from fasteagle.options import RuntimeOptions, SamplingParams
+from fasteagle.options import RuntimeOptions
 from fasteagle.quant import cpu_build
+from helpers import generated
 
 
 @pytest.mark.parametrize(("seconds", "lines"), [(0.0, []), (0.4, ["opening model ..."])])
@@ -33,10 +34,6 @@ def test_threads_are_set_before_anything_runs(tiny_dir):
     assert torch.get_num_threads() == 1
 
 
-def answer(engine):
-    return [t for ids in engine.generate([5, 6, 7], SamplingParams(), 4) for t in ids]
-
-
 def test_fp16_runs_without_our_cpu_kernels(tiny_dir):
     """They have caches in bf16 and fp32."""
     quant = "int4-g32"
@@ -44,7 +41,7 @@ def test_fp16_runs_without_our_cpu_kernels(tiny_dir):
     options = RuntimeOptions(device="cpu", quant=quant, dtype="fp16", max_seq_len=64)
     engine = opened.prepared(options).engine()
     assert engine.dtype == torch.float16 and engine.backend.name == "eager"
-    assert len(answer(engine)) == 4
+    assert len(generated(engine, 4)) == 4
     native = RuntimeOptions(device="cpu", quant=quant, dtype="fp16", cpu_kernels="native")
     with pytest.raises(FasteagleError, match="no fp16: use bf16 or fp32 in the precision"):
         opened.prepared(native)
@@ -68,7 +65,7 @@ def test_a_compiler_that_hangs_does_not_hold_the_answer(tiny_dir, monkeypatch, t
         options = RuntimeOptions(device="cpu", quant="int4-g32", max_seq_len=64)
         engine = open_model(str(tiny_dir)).prepared(options).engine()
         assert missing_compiler() == "the compiler took more than 1 s"
-        assert len(answer(engine)) == 4 and time.monotonic() - begin < 30
+        assert len(generated(engine, 4)) == 4 and time.monotonic() - begin < 30
     finally:
         monkeypatch.undo()
         for cache in caches:

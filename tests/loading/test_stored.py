@@ -26,7 +26,7 @@ from fasteagle.loading.quantize import with_scheme
 from fasteagle.loading.source import Linears, quantize_head_
 from fasteagle.loading.stored import StoredFolder
 from fasteagle.loading.tensors import DummyCheckpoint, fingerprint
-from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
+from fasteagle.options import DraftOptions, RuntimeOptions
 from fasteagle.quant.linear import Int4Linear, Int8Linear, QuantizedLMHead
 from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import Scheme, parse_scheme
@@ -35,6 +35,7 @@ from helpers import (
     Dequantized,
     change_tensors,
     edit_json,
+    generated,
     invoke,
     make_hf_model,
     random_head,
@@ -47,10 +48,6 @@ PROMPT = [5, 9, 200, 17, 33, 8, 120, 64]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("q") / "model", "llama3", intermediate_size=128)
-
-
-def tokens(engine, n=24, prompt=PROMPT):
-    return [t for ids in engine.generate(prompt, SamplingParams(), n) for t in ids]
 
 
 def quantized_engine(path, quant, dtype=torch.float32, head_bits=8):
@@ -192,7 +189,7 @@ def test_a_quantized_model_is_its_dequantized_twin(folder):
     """In fp32 the engine computes with exactly the stored values."""
     engine, checkpoint = quantized_engine(folder, "int4-g32", head_bits=16)
     dense = load_model(Dequantized(checkpoint), dtype=torch.float32, device="cpu", max_seq_len=256)
-    assert tokens(engine) == tokens(Engine(dense, 256))
+    assert generated(engine) == generated(Engine(dense, 256))
     full = load_model(open_checkpoint(folder), dtype=torch.float32, device="cpu", max_seq_len=256)
     assert (full.blocks[0].mlp.down.weight - dense.blocks[0].mlp.down.weight).abs().max() > 0.01
 
@@ -214,12 +211,12 @@ def test_what_runs_on_the_cpu(folder, bits, kind):
 @pytest.mark.parametrize("quant", ["int8", "int4-g32"])
 def test_speculation_changes_no_token_of_a_quantized_model(folder, quant):
     plain, _ = quantized_engine(folder, quant)
-    expected = tokens(plain, 60)
+    expected = generated(plain)
     head = random_head(plain.model, rope_scaling=None, rope_base=10000.0)
     quantize_head_(head, Scheme(8))
     for drafter in (EagleDrafter(head, TreeShape(3, 4, 7), 256), NgramDrafter()):
         engine = Engine(plain.model, 256, drafter=drafter)
-        assert tokens(engine, 60) == expected
+        assert generated(engine) == expected
 
 
 @pytest.mark.parametrize(
@@ -319,7 +316,7 @@ def test_torchao_runs_beside_ours(folder, monkeypatch):
     assert lines[0] == "torchao quantizes to int8 (at every start) ..."
     assert lines[1] == f"quantized 1 of {n} blocks ..."
     assert "torchao" in type(runtime.engine.model.blocks[0].mlp.down.weight).__module__
-    assert len(tokens(runtime.engine, 4)) == 4
+    assert len(generated(runtime.engine, 4)) == 4
     engine = open_model(str(folder)).prepared(RuntimeOptions(quant="int8", max_seq_len=64)).engine()
     with torch.no_grad():
         a, b = engine.prefill(PROMPT)[0].float(), runtime.engine.prefill(PROMPT)[0].float()
