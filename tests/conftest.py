@@ -7,9 +7,6 @@ import functools
 import os
 import runpy
 import socket
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 # The test processes share the cores: a thread that waits must not spin. Read when torch is loaded.
@@ -219,16 +216,3 @@ def tiny_preset(monkeypatch):
     )
     monkeypatch.setitem(registry.REGISTRY, "llama2-70b", registry.Entry(small, "none"))
     return "llama2-70b"
-
-
-@pytest.fixture
-def gpu_subprocess():
-    """Runs code in a process of its own, which must succeed."""
-
-    def run(code: str) -> None:
-        done = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-
-    return run

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -307,12 +308,12 @@ def rest_slow(cases: list, n: int = 1) -> list:
     return cases[:n] + [pytest.param(*case, marks=pytest.mark.slow) for case in tuples[n:]]
 
 
-def output_without_triton(code: str) -> str:
-    """What `code` prints in a process of its own in which Triton cannot be imported."""
-    code = "import sys; sys.modules['triton'] = None\n" + code
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+def output_of(code: str, **options) -> str:
+    """What indented `code` prints in a process of its own, which must succeed."""
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    run = subprocess.run(command, capture_output=True, text=True, **options)
     assert run.returncode == 0, run.stderr
-    return run.stdout.strip()
+    return run.stdout
 
 
 # Devices

@@ -12,7 +12,6 @@ from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
-from fasteagle.model import causal_mask
 from fasteagle.options import SamplingParams
 from fasteagle.shapes import TreeShape
 from helpers import make_hf_model, random_head, verify_rows
@@ -86,13 +85,6 @@ def test_follow_ups_and_changed_histories_compute_what_differs(engine, model):
     ):
         assert tokens(engine, prompt, n=20) == tokens(Engine(model, 512), prompt, n=20)
         assert engine.stats.cached_tokens == n_cached
-
-
-def test_prefill_in_chunks_equals_one_pass(model, monkeypatch):
-    prompt = PROMPT * 20
-    whole = tokens(Engine(model, 512), prompt)
-    monkeypatch.setattr("fasteagle.decoding.context.PREFILL_CHUNK", 7)
-    assert tokens(Engine(model, 512), prompt) == whole
 
 
 def test_chunks_of_a_prompt_are_longer_on_a_gpu(model, monkeypatch):
@@ -195,8 +187,3 @@ def test_verify_gives_each_row_its_own_path_under_a_sliding_window(tmp_path):
         path = prompt + rows
         expected = hf(torch.tensor([path])).logits[0, -1]
         assert (logits[j] - expected).abs().max() < 1e-4
-
-
-def test_causal_mask_with_a_window():
-    mask = causal_mask(2, 2, 6, 2, "cpu")
-    assert mask.int().tolist() == [[0, 1, 1, 0, 0, 0], [0, 0, 1, 1, 0, 0]]

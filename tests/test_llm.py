@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import random
-import subprocess
 import sys
 import threading
 import time
@@ -24,7 +23,7 @@ from fasteagle.decoding.stats import Stats
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.generate import Engine
 from fasteagle.options import AnswerOptions, SamplingParams
-from helpers import TINY_VOCAB
+from helpers import TINY_VOCAB, output_of
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +38,7 @@ def test_importing_it_loads_no_torch():
         "print(sorted({'torch', 'transformers', 'numpy', 'fastapi'} & set(sys.modules)))\n"
         "print(fasteagle.__version__, callable(fasteagle.load), 'torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout == f"[]\n{fasteagle.__version__} True True\n", done.stderr
+    assert output_of(code) == f"[]\n{fasteagle.__version__} True True\n"
 
 
 def test_names_it_does_not_have():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers import SCRIPTS, invoke
+from helpers import SCRIPTS, invoke, output_of
 
 ROOT = Path(__file__).parent.parent
 PARTS = ("fasteagle", "compile", "quant", "pyproject.toml", "README.md", "LICENSE")
@@ -60,9 +60,7 @@ def test_wheel_imports_on_its_own(wheel, tmp_path):
         "ours = [m for name, m in sys.modules.items() if name.split('.')[0] == 'fasteagle']\n"
         f"assert all(m.__file__.startswith({str(site)!r}) for m in ours)"
     )
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
-    assert done.returncode == 0, done.stderr
+    output_of(code, cwd=tmp_path, timeout=120)
 
 
 def test_symlinks_are_relative_and_point_to_the_packages():

@@ -97,43 +97,26 @@ def sums_in_fp16(monkeypatch):
     )
 
 
-@pytest.mark.parametrize(("scale", "sums"), [(1.0, "fp16"), (3000.0, "fp32")])
+@pytest.mark.parametrize(("model", "draft_head"), [("fp16", "fp32"), ("fp32", "fp16")])
 def test_scales_are_looked_at_while_loading(
-    tiny_dir, tmp_path, monkeypatch, capsys, sums_in_fp16, scale, sums
+    tiny_dir, tmp_path, monkeypatch, capsys, sums_in_fp16, model, draft_head
 ):
-    """Of the model, and of a draft head."""
+    """Those of the model, and those of a draft head."""
+    scales = {"fp16": 1.0, "fp32": 3000.0}
     monkeypatch.setattr(opening, "prove", lambda *args: None)  # kernels are for CUDA
     folder = shutil.copytree(tiny_dir, tmp_path / "model")
     name = "model.layers.0.post_attention_layernorm.weight"
-    change_tensors(folder, lambda tensors: tensors[name].fill_(scale))
+    change_tensors(folder, lambda tensors: tensors[name].fill_(scales[model]))
     options = RuntimeOptions(device="cpu", quant="int4-g32", dtype="fp16", max_seq_len=64)
     runtime = opening.open_model(str(folder)).loaded(options)
     engine = runtime.engine
-    assert accumulates(engine.model.blocks) == {sums}
-    assert ("sums of the model might be" in capsys.readouterr().err) == (sums == "fp32")
+    assert accumulates(engine.model.blocks) == {model}
+    assert ("sums of the model might be" in capsys.readouterr().err) == (model == "fp32")
     head = random_head(engine.model, rope_scaling=None, rope_base=10000.0)
-    head.block.mlp_norm.weight.data.fill_(scale)
+    head.block.mlp_norm.weight.data.fill_(scales[draft_head])
     save_head(tmp_path / "head", head, {}, torch.float32)
     draft = DraftOptions("eagle", str(tmp_path / "head"))
     drafter = Drafting(draft).drafter("x", engine, runtime.checkpoint, lambda line: None)
     engine.use(drafter)
-    assert accumulates(drafter.head) == {sums}
-    assert ("sums of the draft head might be" in capsys.readouterr().err) == (sums == "fp32")
-
-
-@pytest.mark.parametrize(("scale", "sums"), [(1.0, "fp16"), (3000.0, "fp32")])
-def test_scales_of_a_draft_head_are_looked_at_too(
-    tiny_dir, tmp_path, monkeypatch, capsys, sums_in_fp16, scale, sums
-):
-    monkeypatch.setattr(opening, "prove", lambda *args: None)  # kernels are for CUDA
-    options = RuntimeOptions(device="cpu", quant="int4-g32", dtype="fp16", max_seq_len=64)
-    runtime = opening.open_model(str(tiny_dir)).loaded(options)
-    head = random_head(runtime.engine.model, rope_scaling=None, rope_base=10000.0)
-    head.block.mlp_norm.weight.data.fill_(scale)
-    save_head(tmp_path / "head", head, {}, torch.float32)
-    engine = runtime.engine
-    draft = DraftOptions("eagle", str(tmp_path / "head"))
-    drafter = Drafting(draft).drafter("x", engine, runtime.checkpoint, lambda line: None)
-    engine.use(drafter)
-    assert accumulates(drafter.head) == {sums}
-    assert ("sums of the draft head might be" in capsys.readouterr().err) == (sums == "fp32")
+    assert accumulates(drafter.head) == {draft_head}
+    assert ("sums of the draft head might be" in capsys.readouterr().err) == (draft_head == "fp32")

@@ -27,7 +27,7 @@ from fasteagle.compile.tree_attention import (
     tree_attention,
 )
 from fasteagle.tree import ancestor_mask, tree_paths
-from helpers import output_without_triton, tiny_config
+from helpers import tiny_config
 from tree_problems import Problem, assert_close, problem, random_parents, sdpa
 
 
@@ -53,20 +53,6 @@ def test_a_view_means_this_mask(T, seq_len, spread, window):
     some = slice(T // 2, None)  # as a drafter's level, whose rows are not the tree's first
     part = view._replace(paths=view.paths[some], depths=view.depths[some])
     assert torch.equal(part.mask(80), expected[some])
-
-
-def test_paths_of_a_tree():
-    tree_mask, depths = ancestor_mask(torch.tensor([0, 0, 0, 1, 3, 2]), torch.ones(6).bool())
-    paths = tree_paths(tree_mask, depths, 3)
-    assert paths.dtype == torch.int32
-    assert paths.tolist() == [
-        [0, 0, 0, 0],
-        [0, 1, 0, 0],
-        [0, 2, 0, 0],
-        [0, 1, 3, 0],
-        [0, 1, 3, 4],
-        [0, 2, 5, 0],
-    ]
 
 
 def test_padding_rows_see_the_prefix_and_themselves():
@@ -193,17 +179,6 @@ def test_shapes_are_checked_while_tracing():
         assert tree_attention(q, k, v, *view).shape == q.shape
         with pytest.raises(AssertionError, match="T tree rows"):
             tree_attention(q[:, :6], k, v, *view)
-
-
-def test_package_needs_no_triton():
-    code = "from fasteagle.compile import tree_attention\nprint(tree_attention.attend.__name__)"
-    assert output_without_triton(code) == "attend"
-
-
-def test_no_compiler_is_loaded_before_it_is_needed():
-    """It takes longer to import than all the rest, and tells torch where compiled code lies."""
-    code = "import fasteagle.loading.open\nprint('torch._dynamo' in sys.modules)"
-    assert output_without_triton(code) == "False"
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,10 @@ def test_a_part_of_the_outputs_takes_no_bias(ops):
 
 # A kind of weight, and what its header says besides.
 WRONG_HEADERS = [
+    ("q4_1", {"magic": 0}),
     ("q4_1", {"K": 0}),
+    ("q4_1", {"group_blocks": 0}),  # a division by zero ends the process
+    ("q4_1", {"bits": 8}),
     ("int8", {"bits": 2}),
     ("q4_1", {"kind": 0}),
     ("q4_1", {"kind": 3}),
@@ -74,21 +77,15 @@ def test_a_weight_without_outputs_is_refused(ops):
         ops.linear(torch.zeros(2, 64), memory, None, 0)
 
 
-@pytest.mark.parametrize("wrong", ["short", "magic", "width", "length", "groups", "bits", "bias"])
+@pytest.mark.parametrize("wrong", ["short", "width", "length", "bias"])
 def test_a_wrong_weight_is_refused(wrong):
     cpu_build.load()
     memory = pack(packed_weight(32, 64, 32, "q4_1"))
     x, bias = torch.zeros(2, 96 if wrong == "width" else 64), None
     if wrong == "short":
         memory = memory[:10]
-    elif wrong == "magic":
-        memory[0] += 1
     elif wrong == "length":
         memory = memory[:-64]
-    elif wrong == "groups":  # a division by zero ends the process
-        memory[16:20] = 0
-    elif wrong == "bits":
-        memory[12] = 8
     elif wrong == "bias":
         bias = torch.zeros(5)
     with pytest.raises(RuntimeError, match="bias is" if wrong == "bias" else "weight|x is"):

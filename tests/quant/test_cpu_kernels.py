@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -23,7 +21,7 @@ from fasteagle.quant.cpu_linear import (
     pack,
 )
 from fasteagle.quant.packed import PackedWeight, int4, int8
-from helpers import rounded_activations
+from helpers import output_of, rounded_activations
 
 KINDS = ["zeros", "gptq", "q4_1", "hqq", "wide", "wide offsets", "int8"]
 KINDS += ["wide zeros", "wide int8"]
@@ -254,8 +252,7 @@ assert counts == [0], counts
 """
     environment = os.environ | {"OMP_NUM_THREADS": "3"}
     environment.pop("MKL_NUM_THREADS", None)
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
-    assert done.returncode == 0, done.stderr.decode()
+    output_of(code, env=environment)
 
 
 def linears():
