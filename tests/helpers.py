@@ -13,6 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from families import TINY_SHAPE, TINY_VOCAB, hf_class
 from fasteagle.batch import Batch
@@ -453,3 +454,18 @@ def rounded_activations(x: torch.Tensor) -> torch.Tensor:
     large = scale.square() * blocks.shape[1] > 2 * scale.square().sum(1, keepdim=True)
     rounded = q.double() * scale.double() + torch.where(large, rest.double() * scale / 254, 0)
     return rounded.flatten(1)[:, :K]
+
+
+class Rounded(nn.Module):
+    """A linear in plain torch over activations as our CPU kernels see them."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.weight, self.bias = weight.double(), None if bias is None else bias.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rounded = rounded_activations(x.float())
+        return nn.functional.linear(rounded, self.weight, self.bias).to(x.dtype)
+
+    def rows_product(self, x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        return self(x)[:, start:stop]

@@ -19,7 +19,6 @@ from triton.compiler import ASTSource
 
 SM_86 = GPUTarget("cuda", 86, 32)
 TWO_PROGRAMS = 49 * 1024  # of the 100 KB of shared memory, one of which each program loses
-VERSION = ".".join(triton.__version__.split(".")[:2])
 
 
 class Usage(NamedTuple):

@@ -13,10 +13,6 @@ from fasteagle.compile.int8_cache import over_int8
 from fasteagle.drafting.lookup import NOTHING, Lookup
 from fasteagle.model import KVCache, Target
 from fasteagle.options import SamplingParams
-from fasteagle.quant.cuda_linear import InterleavedLinear
-from fasteagle.quant.linear import QuantizedLMHead
-from fasteagle.quant.params import quantize_weight
-from fasteagle.quant.scheme import Scheme
 from fasteagle.sampling import BAD_ROW, SamplingMode, SamplingTensors, draw
 from fasteagle.tree import Pool, TreeView, fuse, relations, rerank
 from helpers import eagle3_of, random_head
@@ -25,6 +21,7 @@ from interleaved_models import (
     KernelBackend,
     filled,
     fused_target,
+    pack_lm_head_,
     packed_head,
     packed_target,
     passed,
@@ -37,14 +34,15 @@ def close(result: Tensor, expected: Tensor, limit: float) -> None:
     assert error < limit, float(error)
 
 
-def check_cache_in_8_bits(name: str, accumulate: str, device: str) -> None:
-    """Results are those of the model over such a cache, and bits of a row are its own."""
+def check_blocks(name: str, accumulate: str, kv: str, device: str) -> None:
+    """Results are those of the dense model over such a cache, and bits of a row are its own."""
     target, dense = packed_target(name, accumulate=accumulate)
-    expected, _ = passed(over_int8(dense), 9, torch.float32)
+    reference = over_int8(dense) if kv == "int8" else Target(dense)
+    expected, _ = passed(reference, 9, torch.float32)
     target.to(device).init_rope(512, device)
-    target = fused_target(target, "int8")
+    target = fused_target(target, kv)
     whole, whole_cache = passed(target, 9)
-    assert whole_cache.rows.dtype == torch.int8
+    assert (whole_cache.rows.dtype == torch.int8) == (kv == "int8")
     close(whole, expected, 6e-3)
     for T in (1, 2, 5):
         part, cache = passed(target, T)
@@ -72,8 +70,7 @@ def check_step_of_head(name: str, algorithm: str, lm_head: str, device: str) -> 
     for made, dtype, place in ((dense, torch.float32, "cpu"), (head, torch.float16, device)):
         borrowed = copy.deepcopy(target)
         if made is head and lm_head == "own kernels":
-            packed = quantize_weight(target.lm_head.weight.float(), Scheme(8))
-            borrowed.lm_head = QuantizedLMHead(InterleavedLinear(packed, None))
+            pack_lm_head_(borrowed)
         made.to(place).borrow(borrowed.to(place, dtype), 256)
         cache = KVCache(made.config.block, 256, dtype, place)
         cache.rows[:, :, :SEQ_LEN] = filled(Target(target), dtype).rows[:2, :, :SEQ_LEN].to(place)

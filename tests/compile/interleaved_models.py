@@ -13,6 +13,7 @@ from fasteagle.compile.int8_cache import quantized_rows
 from fasteagle.config import ModelConfig, MoEConfig
 from fasteagle.model import EagleHead, KVCache, Target, Transformer
 from fasteagle.quant.cuda_linear import InterleavedLinear
+from fasteagle.quant.linear import QuantizedLMHead
 from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import Scheme
 from fasteagle.tree import TreeView, ancestor_mask, tree_paths
@@ -44,6 +45,11 @@ def pack_(module: nn.Module, scheme: Scheme, accumulate: str = "fp32") -> nn.Mod
         else:
             pack_(child, scheme, accumulate)
     return module
+
+
+def pack_lm_head_(model: Transformer) -> None:
+    packed = quantize_weight(model.lm_head.weight.float(), Scheme(8))
+    model.lm_head = QuantizedLMHead(InterleavedLinear(packed, None))
 
 
 def dense_(module: nn.Module) -> nn.Module:

@@ -6,13 +6,13 @@ import torch
 
 from fasteagle.compile.cpu_backend import CpuBackend, runs_on_cpu
 from fasteagle.config import MoEConfig
-from fasteagle.loading.source import has_native, quantize_, quantize_linear
-from fasteagle.model import KVCache, Transformer
+from fasteagle.loading.source import has_native, quantize_, quantize_head_, quantize_linear
+from fasteagle.model import EagleHead, KVCache, Transformer
 from fasteagle.quant.linear import QuantizedLMHead
 from fasteagle.quant.scheme import Scheme
 from fasteagle.state import DecodeState
 from fasteagle.tree import DraftTree
-from helpers import random_target
+from helpers import eagle3_of, random_head, random_target
 
 SHAPE = dict(dim=64, n_head=4, n_kv_head=2, head_dim=16, ffn_dim=96)
 MIXTRAL = SHAPE | dict(moe=MoEConfig(n_expert=8, top_k=2, ffn_dim=64, renormalize=True))
@@ -60,6 +60,16 @@ def native_target(config, bits: int = 4, dtype: torch.dtype = torch.float32) -> 
 
 def native_backend(config, bits: int = 4, dtype: torch.dtype = torch.float32) -> CpuBackend:
     return CpuBackend(native_target(config, bits, dtype))
+
+
+def native_head(
+    target: Transformer, algorithm: str = "eagle1", bits: int = 8, **changes
+) -> EagleHead:
+    """A random draft head in the layout of our kernels, whose own LM head has 8 bits."""
+    eagle3, options = eagle3_of(algorithm, target.config), {"rope_base": 10000.0} | changes
+    head = random_head(target, eagle3=eagle3, mtp=algorithm == "mtp", **options)
+    quantize_head_(head, Scheme(bits, 32 if bits == 4 else 0, head_bits=8), native=True)
+    return head
 
 
 def random_tree(T: int, V: int, generator: torch.Generator, chain: bool = False) -> DraftTree:

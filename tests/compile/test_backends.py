@@ -18,14 +18,12 @@ from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.drafting.static_tree import StaticTreeDrafter
 from fasteagle.generate import Engine
-from fasteagle.loading.source import quantize_head_
 from fasteagle.model import Target, Transformer
 from fasteagle.options import SamplingParams
 from fasteagle.quant import cpu_build
-from fasteagle.quant.scheme import Scheme
 from fasteagle.shapes import FusedShape, TreeShape
 from helpers import Even, eagle3_of, generated, random_head, random_target, tiny_config
-from native_models import MIXTRAL, SHAPE, native_target
+from native_models import MIXTRAL, SHAPE, native_head, native_target
 
 BACKENDS = ["eager", "cpu", "eager experts", "cpu int4 experts", "cpu int8 experts"]
 DRAWN = [SamplingParams(), SamplingParams(0.8, seed=3)]
@@ -56,10 +54,9 @@ def made(name: str, algorithm: str | None):
     backend = CpuBackend(model) if name.startswith("cpu") else Backend(Target(model))
     if algorithm is None:
         return backend, None
-    head = random_head(model, eagle3=eagle3_of(algorithm, model.config), rope_base=10000.0)
     if name.startswith("cpu"):
-        quantize_head_(head, Scheme(8, head_bits=8), native=True)
-    return backend, head
+        return backend, native_head(model, algorithm)
+    return backend, random_head(model, eagle3=eagle3_of(algorithm, model.config))
 
 
 def answer(backend, drafter, params, n, processor=None):

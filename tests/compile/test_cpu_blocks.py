@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fasteagle.compile.backend import choose_backend
 from fasteagle.compile.cpu_backend import runs_on_cpu
@@ -14,40 +14,17 @@ from fasteagle.compile.cpu_blocks import block_tensors
 from fasteagle.config import MoEConfig
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.generate import Engine
-from fasteagle.loading.source import quantize_, quantize_head_
+from fasteagle.loading.source import quantize_
 from fasteagle.model import KVCache, Target, Transformer, causal_mask
 from fasteagle.options import SamplingParams
 from fasteagle.quant.cpu_linear import NativeLinear
 from fasteagle.quant.scheme import Scheme
 from fasteagle.shapes import TreeShape
 from fasteagle.tree import TreeView, ancestor_mask, tree_paths
-from helpers import (
-    eagle3_of,
-    generated,
-    random_head,
-    random_target,
-    rounded_activations,
-    tiny_config,
-)
-from native_models import CONFIGS, SHAPE, native_backend, native_target
+from helpers import Rounded, generated, random_target, tiny_config
+from native_models import CONFIGS, SHAPE, native_backend, native_head, native_target
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
-
-
-class Emulated(nn.Module):
-    """A native linear in plain torch."""
-
-    def __init__(self, linear: NativeLinear) -> None:
-        super().__init__()
-        self.weight = linear.rows(torch.arange(linear.out_features)).double()
-        self.bias = None if linear.bias is None else linear.bias.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        rounded = rounded_activations(x.float())
-        return nn.functional.linear(rounded, self.weight, self.bias).to(x.dtype)
-
-    def rows_product(self, x: Tensor, start: int, stop: int) -> Tensor:
-        return self(x)[:, start:stop]
 
 
 def emulated(target: Target) -> Transformer:
@@ -57,7 +34,8 @@ def emulated(target: Target) -> Transformer:
     twin.load_state_dict(target.state_dict(), strict=False)  # norms and routers
     for name, linear in target.named_modules():
         if isinstance(linear, NativeLinear):
-            twin.set_submodule(name.removesuffix(".linear"), Emulated(linear))
+            weight = linear.rows(torch.arange(linear.out_features))
+            twin.set_submodule(name.removesuffix(".linear"), Rounded(weight, linear.bias))
     return twin
 
 
@@ -262,10 +240,7 @@ def test_drafting_in_bf16_changes_no_token(algorithm):
     """With a head in 4 bits over a part of the vocabulary; fp32 is in `test_backends`."""
     config = tiny_config(**SHAPE)
     target = native_target(config, dtype=torch.bfloat16)
-    changes = {"rope_base": 10000.0, "eagle3": eagle3_of(algorithm, config)}
-    head = random_head(target, torch.arange(0, 60, 2), mtp=algorithm == "mtp", **changes)
-    head.borrow(target, 256)
-    quantize_head_(head, Scheme(4, 32, head_bits=8), native=True)
+    head = native_head(target, algorithm, 4, draft_ids=torch.arange(0, 60, 2))
     backend = choose_backend(target)
     assert backend.name == "cpu" and not backend.leaves_head(head)
     for params in (SamplingParams(), SamplingParams(0.8, seed=3)):

@@ -24,13 +24,11 @@ from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.drafting.policy import MAX_CHAIN, REACH, Policy
 from fasteagle.drafting.thresholds import LONGEST
 from fasteagle.generate import Engine
-from fasteagle.loading.source import quantize_head_
 from fasteagle.options import SamplingParams
-from fasteagle.quant.scheme import Scheme
 from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import GatedChain, TreeShape
-from helpers import empty_state, generated, random_head, spec_of, tiny_config
-from native_models import SHAPE, native_target
+from helpers import empty_state, generated, spec_of, tiny_config
+from native_models import SHAPE, native_head, native_target
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
@@ -87,8 +85,7 @@ def test_unlikely_tokens_are_left_out():
 
 
 def fused(target, corpus=None, reach=REACH):
-    head = random_head(target, torch.arange(0, 60, 2), rope_base=10000.0)
-    quantize_head_(head, Scheme(8, head_bits=8), native=True)
+    head = native_head(target, draft_ids=torch.arange(0, 60, 2))
     return FusedDrafter(head, GatedChain(reach), 256, lookup=Lookup(corpus=corpus))
 
 

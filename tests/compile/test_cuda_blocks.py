@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from device_checks import (
-    check_cache_in_8_bits,
+    check_blocks,
     check_draw,
     check_fuse,
     check_lookup,
@@ -33,19 +33,17 @@ from fasteagle.generate import Engine
 from fasteagle.model import CORE, KVCache, RMSNorm, Target
 from fasteagle.quant import kernels
 from fasteagle.quant.cuda_linear import InterleavedLinear
-from fasteagle.quant.linear import QuantizedLMHead
-from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import Scheme
 from fasteagle.shapes import TreeShape
 from fasteagle.tree import Pool, TreeView, fuse
 from helpers import random_head, random_target, tiny_config
 from interleaved_models import (
     CONFIGS,
-    SEQ_LEN,
     SHAPE,
     KernelBackend,
     fused_target,
     pack_,
+    pack_lm_head_,
     packed_target,
     passed,
 )
@@ -163,8 +161,7 @@ def test_what_several_answers_share(name):
     model, _ = packed_target(name, vocab_size=64)
     for quantized in (False, True):
         if quantized:
-            packed = quantize_weight(model.lm_head.weight.float(), Scheme(8))
-            model.lm_head = QuantizedLMHead(InterleavedLinear(packed, None))
+            pack_lm_head_(model)
         backend = KernelBackend(model)
         backend._may_replay = True  # as on a device
         assert backend.shares_passes is quantized
@@ -275,28 +272,11 @@ def test_what_is_too_large_for_one_program_or_in_documents_is_torchs():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kv", ["auto", "int8"])
 @pytest.mark.parametrize("accumulate", ["fp32", "fp16"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_blocks_on_the_device(name, accumulate):
-    """The results of the dense model in fp32, and the same bits for any number of rows."""
-    target, dense = packed_target(name, accumulate=accumulate)
-    expected, _ = passed(Target(dense), 9, torch.float32)
-    target.cuda().init_rope(512, "cuda")
-    target = fused_target(target)
-    whole, cache = passed(target, 9)
-    error = (whole.cpu() - expected).norm() / expected.norm()
-    assert error < 5e-3
-    for T in (1, 2, 5):
-        part, _ = passed(target, T)
-        assert torch.equal(part, whole[:T]), T
-    assert not cache.rows[:, :, SEQ_LEN + 9 :].any()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("accumulate", ["fp32", "fp16"])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_cache_in_8_bits_on_the_device(name, accumulate):
-    check_cache_in_8_bits(name, accumulate, "cuda")
+def test_blocks_on_the_device(name, accumulate, kv):
+    check_blocks(name, accumulate, kv, "cuda")
 
 
 @pytest.mark.gpu

@@ -14,22 +14,18 @@ from fasteagle.decoding.launch import Launch
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.drafting.ngram import NgramDrafter
-from fasteagle.quant.cuda_linear import InterleavedLinear
-from fasteagle.quant.linear import QuantizedLMHead
-from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import Scheme
 from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import FusedShape, GatedChain, TreeShape
 from fasteagle.tree import Pool
 from helpers import random_head, spec_of
-from interleaved_models import KernelBackend, pack_, packed_target
+from interleaved_models import KernelBackend, pack_, pack_lm_head_, packed_target
 
 
 def test_a_head_is_drafted_with_together_until_its_kernels_are_left():
     """Or another drafter comes: shared drafting is of one head."""
     model, _ = packed_target(vocab_size=64)
-    packed = quantize_weight(model.lm_head.weight.float(), Scheme(8))
-    model.lm_head = QuantizedLMHead(InterleavedLinear(packed, None))
+    pack_lm_head_(model)
     backend, heads = KernelBackend(model), [random_head(model, seed=seed) for seed in (1, 2)]
     for head in heads:
         pack_(head.half(), Scheme(4, 64))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from device_checks import check_cache_in_8_bits, check_order, check_step_of_head, close, random_pool
+from device_checks import check_blocks, check_order, check_step_of_head, close, random_pool
 from fasteagle.compile import cuda_backend, cuda_blocks, cuda_ops, proof
 from fasteagle.compile.int8_cache import dense_rows
 from fasteagle.compile.kernels import block_kernels, draft_kernels, gate_kernels
@@ -24,8 +24,6 @@ from fasteagle.model import KVCache, MoE, PromptView, Target, causal_mask
 from fasteagle.options import RuntimeOptions, SamplingParams
 from fasteagle.quant import kernels as quant_kernels
 from fasteagle.quant.cuda_linear import InterleavedLinear
-from fasteagle.quant.linear import QuantizedLMHead
-from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import Scheme
 from fasteagle.shapes import FusedShape
 from fasteagle.tree import chain, relations, rerank
@@ -35,6 +33,7 @@ from interleaved_models import (
     SEQ_LEN,
     KernelBackend,
     fused_target,
+    pack_lm_head_,
     packed_head,
     packed_target,
     passed,
@@ -186,23 +185,15 @@ def test_experts_of_a_prompt(name, kernels_on_cpu):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "accumulate"), [("qwen3", "fp32"), ("mha", "fp16")])
-def test_rows_do_not_depend_on_their_number(name, accumulate):
-    model, _ = packed_target(name, accumulate=accumulate)
-    target = fused_target(model)
-    whole, whole_cache = passed(target, 9)
-    for T in (1, 2, 5):
-        part, cache = passed(target, T)
-        assert torch.equal(part, whole[:T])
-        end = SEQ_LEN + T
-        assert torch.equal(cache.rows[:, :, :end], whole_cache.rows[:, :, :end])
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("products_by_torch")
-@pytest.mark.parametrize("name", ["gqa", "qwen3"])
-def test_a_cache_in_8_bits(name):
-    check_cache_in_8_bits(name, "fp32", "cpu")
+@pytest.mark.parametrize(
+    ("name", "accumulate", "kv"),
+    [("qwen3", "fp32", "auto"), ("mha", "fp16", "auto")]
+    + [(name, "fp32", "int8") for name in ("gqa", "qwen3")],
+)
+def test_rows_do_not_depend_on_their_number(name, accumulate, kv, request):
+    if kv == "int8":
+        request.getfixturevalue("products_by_torch")
+    check_blocks(name, accumulate, kv, "cpu")
 
 
 @pytest.mark.slow
@@ -279,8 +270,7 @@ def test_a_step_of_a_draft_head(name, algorithm, lm_head, request):
 def test_a_draft_head_fed_with_huge_features_stays_finite(accumulate):
     """No norm bounds what EAGLE-1's block reads and says."""
     target, _ = packed_target("mha", vocab_size=64)
-    packed = quantize_weight(target.lm_head.weight.float(), Scheme(8))
-    target.lm_head = QuantizedLMHead(InterleavedLinear(packed, None))
+    pack_lm_head_(target)
     head = random_head(target)
     head.fc.weight.data.mul_(20)  # what the block reads is huge, too
     head, _ = packed_head(head)

@@ -10,13 +10,9 @@ from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.generate import Engine
 from fasteagle.options import SamplingParams
-from fasteagle.quant.cuda_linear import InterleavedLinear
-from fasteagle.quant.linear import QuantizedLMHead
-from fasteagle.quant.params import quantize_weight
-from fasteagle.quant.scheme import Scheme
 from fasteagle.shapes import FusedShape, TreeShape
 from helpers import Even, eagle3_of, generated, random_head, rest_slow
-from interleaved_models import KernelBackend, packed_head, packed_target
+from interleaved_models import KernelBackend, pack_lm_head_, packed_head, packed_target
 
 PROMPT = [5, 6, 7, 8] * 15  # rows of a tree go on in a second block of keys
 GREEDY, DRAWN = SamplingParams(), SamplingParams(0.8, seed=3)
@@ -36,8 +32,7 @@ CYCLES = [
 def made(algorithm: str, shape, kv: str = "auto", name: str = "gqa"):
     """A backend over a tiny model, and a function that makes drafters for it."""
     target, _ = packed_target(name, n_layer=1, vocab_size=64)
-    packed = quantize_weight(target.lm_head.weight.float(), Scheme(8))
-    target.lm_head = QuantizedLMHead(InterleavedLinear(packed, None))
+    pack_lm_head_(target)
     head, _ = packed_head(random_head(target, eagle3=eagle3_of(algorithm, target.config)))
     drafting = FusedDrafter if shape is FUSED else EagleDrafter
     return KernelBackend(target, kv), lambda: drafting(head, shape, 128)

@@ -20,7 +20,7 @@ from fasteagle.generate import Engine
 from fasteagle.llm import open_llm
 from fasteagle.loading.heads.write import save_head
 from fasteagle.loading.open import open_model
-from fasteagle.loading.source import quantize_head_, quantize_linear
+from fasteagle.loading.source import quantize_linear
 from fasteagle.model import Target
 from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
 from fasteagle.paths import cache_dir
@@ -28,8 +28,8 @@ from fasteagle.quant import cpu_build
 from fasteagle.quant.cpu_linear import NativeLinear
 from fasteagle.quant.scheme import Scheme
 from fasteagle.shapes import GatedChain
-from helpers import eagle3_of, generated, random_head, spec_of, tiny_config
-from native_models import MIXTRAL, SHAPE, native_target
+from helpers import generated, random_head, spec_of, tiny_config
+from native_models import MIXTRAL, SHAPE, native_head, native_target
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
@@ -186,8 +186,7 @@ def test_a_head_of_another_config_is_proved_too(model, monkeypatch):
     proved = []
     monkeypatch.setattr(proof, "drafting_checks", lambda _, head: iter(proved.append(head) or ()))
     for base in (1e4, 1e4, 5e5):
-        head = random_head(model, rope_base=base)
-        quantize_head_(head, Scheme(8, head_bits=8), native=True)
+        head = native_head(model, rope_base=base)
         proof.prove_drafting(CpuBackend(model), head)
     assert [head.config.block.rope_base for head in proved] == [1e4, 5e5]
 
@@ -255,9 +254,7 @@ def test_wrong_products_are_computed_in_torch(model, monkeypatch, capsys):
 
 @pytest.fixture(params=["eagle1", "eagle3"])
 def drafter(request, model):
-    head = random_head(model, eagle3=eagle3_of(request.param, model.config), rope_base=10000.0)
-    quantize_head_(head, Scheme(8, head_bits=8), native=True)
-    return EagleDrafter(head, GatedChain(4), 128)
+    return EagleDrafter(native_head(model, request.param), GatedChain(4), 128)
 
 
 def test_products_that_are_wrong_are_torchs_in_the_head_too(model, drafter, monkeypatch):
@@ -286,9 +283,7 @@ def test_drafting_that_is_right_is_used_and_proved_once(model, drafter, monkeypa
 def test_a_head_in_other_bits_is_proved_too(model, monkeypatch, capsys):
     """Its kernels are others, though its config is the same."""
     for bits in (8, 4):
-        head = random_head(model, rope_base=10000.0)
-        quantize_head_(head, Scheme(bits, head_bits=8), native=True)
-        proof.prove_drafting(CpuBackend(model), head)
+        proof.prove_drafting(CpuBackend(model), native_head(model, bits=bits))
         assert ("drafting of backend cpu" in capsys.readouterr().err) == (bits == 4)
         monkeypatch.setattr(proof, "drafting_checks", failing)
 

@@ -6,15 +6,15 @@ from itertools import product
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fasteagle.compile.cpu_blocks import expert_tensors
 from fasteagle.config import MoEConfig
 from fasteagle.model import MoE
 from fasteagle.quant.cpu_linear import NativeLinear, pack
 from fasteagle.quant.cpu_tensors import BlockTensors
-from fasteagle.quant.packed import PackedWeight, int8
-from helpers import rounded_activations
+from fasteagle.quant.packed import int8
+from helpers import Rounded
 from test_cpu_kernels import KINDS, packed_weight, rows_of
 
 LAYERS = {
@@ -29,20 +29,6 @@ LAYERS = {
 }
 
 
-class Rounded(nn.Module):
-    """A linear in plain torch over activations in 8 bits."""
-
-    def __init__(self, weight: PackedWeight) -> None:
-        super().__init__()
-        self.weight = weight.dequantize().double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.rows_product(x, 0, len(self.weight))
-
-    def rows_product(self, x: Tensor, start: int, stop: int) -> Tensor:
-        return (rounded_activations(x.float()) @ self.weight[start:stop].T).to(x.dtype)
-
-
 def layers(config: MoEConfig, kind: str, D: int = 96) -> tuple[MoE, MoE]:
     """A layer by our kernels and its twin in plain torch."""
     torch.manual_seed(0)
@@ -55,7 +41,7 @@ def layers(config: MoEConfig, kind: str, D: int = 96) -> tuple[MoE, MoE]:
         if name.endswith(("gate_up", "down")):
             weight = packed_weight(linear.out_features, linear.in_features, 32, kind)
             native.set_submodule(name, NativeLinear(weight, None))
-            twin.set_submodule(name, Rounded(weight))
+            twin.set_submodule(name, Rounded(weight.dequantize()))
     return native.requires_grad_(False), twin.requires_grad_(False)
 
 
@@ -82,7 +68,7 @@ def run(ops, layer: MoE, x: Tensor, **changes: Tensor) -> Tensor:
 
 
 # Each layer with two kinds of weights.
-CASES = [(name, KINDS[(i + j) % 6]) for i, name in enumerate(LAYERS) for j in (0, 3)]
+CASES = [(name, KINDS[(i + j) % len(KINDS)]) for i, name in enumerate(LAYERS) for j in (0, 3)]
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
