@@ -11,11 +11,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from device_checks import check_blocks, check_order, check_step_of_head, close, random_pool
-from fasteagle.compile import cuda_backend, cuda_blocks, cuda_ops, proof
+from device_checks import check_blocks, check_step_of_head, close
+from fasteagle.compile import cuda_backend, cuda_blocks, proof
 from fasteagle.compile.int8_cache import dense_rows
-from fasteagle.compile.kernels import block_kernels, draft_kernels, gate_kernels
-from fasteagle.drafting.base import top_children
+from fasteagle.compile.kernels import block_kernels, gate_kernels
 from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.generate import Engine
 from fasteagle.loading import source
@@ -26,7 +25,6 @@ from fasteagle.quant import kernels as quant_kernels
 from fasteagle.quant.cuda_linear import InterleavedLinear
 from fasteagle.quant.scheme import Scheme
 from fasteagle.shapes import FusedShape
-from fasteagle.tree import chain, relations, rerank
 from helpers import eagle3_of, random_head, rest_slow, save_tiny
 from interleaved_models import (
     CONFIGS,
@@ -295,84 +293,6 @@ def test_commit(path, dtype):
     block_kernels.commit(rows, seq_len, path)
     assert torch.equal(rows[:, :, : 20 + count], expected[:, :, : 20 + count])
     assert torch.equal(rows[:, :, 20 + len(path) :], expected[:, :, 20 + len(path) :])
-
-
-@pytest.mark.parametrize(
-    ("P", "N"),
-    rest_slow(
-        [(1, 1), (68, 15), (9, 20), (4, 4), (12, 5), (100, 63), (510, 59), (710, 8), (1030, 4)], 3
-    ),
-)
-def test_rerank_and_relations(P, N):
-    check_order(P, N, "cpu")
-
-
-@pytest.mark.parametrize("T", rest_slow([2, 17, 1, 16, 64, 65], 2))
-def test_relations_of_chains(T):
-    row = torch.arange(T)
-    for valid in (row >= 0, row <= T // 2):
-        made = chain(row, valid)
-        seen = relations(made.parents, made.valid)
-        for value, other in zip(seen, cuda_ops.relate(made.parents, made.valid), strict=True):
-            assert torch.equal(value, other)
-
-
-def test_candidates_of_no_score_at_all_are_none():
-    """A draft head with broken features: its tree is padding, and no row lies behind it."""
-    pool = random_pool(30, 0)
-    scores = pool.scores.clone()
-    scores[5:] = float("nan")
-    clean = pool._replace(scores=torch.where(scores.isnan(), float("-inf"), scores))
-    root = torch.tensor([7])
-    result, expected = (
-        cuda_ops.rerank(pool._replace(scores=scores), root, 12),
-        rerank(clean, root, 12),
-    )
-    assert torch.equal(result.tokens, expected.tokens) and torch.equal(result.valid, expected.valid)
-    assert torch.equal(result.parents, expected.parents)
-
-
-@pytest.mark.parametrize(
-    ("W", "V", "k"), rest_slow([(4, 5000, 10), (1, 60, 4), (3, 2048, 1), (2, 40000, 3)])
-)
-def test_the_best_children(W, V, k):
-    logits = 3 * torch.randn(W, V, generator=torch.Generator().manual_seed(V))
-    expected = top_children(logits, k)
-    result = draft_kernels.top_children(logits, k)
-    assert torch.equal(result[0], expected[0])
-    torch.testing.assert_close(result[1], expected[1], rtol=1e-5, atol=1e-5)
-
-
-def test_children_beside_what_is_no_number():
-    """A draft head with broken features costs acceptance: ids that are none would end CUDA."""
-    logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(1))
-    clean = logits.clone()
-    logits[0, [3, 2100, 4999]] = clean[0, [3, 2100, 4999]] = float("nan")
-    clean[0, [3, 2100, 4999]] = float("-inf")
-    logits[1] = float("nan")
-    logits[2, 4990:] = float("inf")
-    ids, _ = draft_kernels.top_children(logits, 4)
-    assert torch.equal(ids[0], top_children(clean[:1], 4)[0][0])
-    assert ids.min() >= 0 and ids.max() < 5000
-    assert ids[2].tolist() == [4990, 4991, 4992, 4993]
-
-
-def test_children_beside_a_chunk_that_is_masked():
-    """As whole parts of a vocabulary may be."""
-    logits = torch.randn(2, 5000, generator=torch.Generator().manual_seed(1))
-    logits[0, 2048:4096] = float("-inf")
-    logits[1, :4096] = float("-inf")
-    expected, result = top_children(logits, 4), draft_kernels.top_children(logits, 4)
-    assert torch.equal(result[0], expected[0])
-    torch.testing.assert_close(result[1], expected[1], rtol=1e-5, atol=1e-5)
-
-
-def test_of_equal_children_the_lowest_ids():
-    logits = torch.zeros(2, 5000)
-    logits[1, [4999, 2500, 2049]] = 1.0
-    ids, logp = draft_kernels.top_children(logits, 4)
-    assert ids.tolist() == [[0, 1, 2, 3], [2049, 2500, 4999, 0]]
-    torch.testing.assert_close(logp[0].exp(), torch.full((4,), 1 / 5000))
 
 
 class Recording(TorchDispatchMode):

@@ -1,17 +1,22 @@
-"""Kernels that draw, look up and merge, as compiled, in our interpreter of PTX."""
+"""Kernels that draw, look up, merge and order candidates, as compiled, in our interpreter of PTX."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
-from device_checks import check_draw, check_fuse, check_lookup
+from device_checks import check_draw, check_fuse, check_lookup, check_order, random_pool
 from fasteagle.compile import cuda_ops
+from fasteagle.compile.kernels import draft_kernels
 from fasteagle.compile.precompile import collecting, run_trees
-from fasteagle.drafting.base import DraftOps
+from fasteagle.drafting.base import DraftOps, top_children
 from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import FusedShape
+from fasteagle.tree import chain, relations, rerank
 from helpers import captured_engine, random_head, random_target, rest_slow, tiny_config
+
+pytestmark = pytest.mark.usefixtures("kernels_on_cpu")
 
 
 @pytest.mark.parametrize(("N", "n_tokens"), [(5000, 3), (600, 400), (2113, 100_000)])
@@ -51,3 +56,81 @@ def test_kernels_that_run_read_nothing_that_others_should_have_written(kernels_o
     with collecting() as variants:
         run(FusedShape(2, 7, 8, 8))
     assert {name for name, _ in variants} == {"fuse_kernel"}
+
+
+@pytest.mark.parametrize(
+    ("P", "N"),
+    rest_slow(
+        [(1, 1), (68, 15), (9, 20), (4, 4), (12, 5), (100, 63), (510, 59), (710, 8), (1030, 4)], 3
+    ),
+)
+def test_rerank_and_relations(P, N):
+    check_order(P, N, "cpu")
+
+
+@pytest.mark.parametrize("T", rest_slow([2, 17, 1, 16, 64, 65], 2))
+def test_relations_of_chains(T):
+    row = torch.arange(T)
+    for valid in (row >= 0, row <= T // 2):
+        made = chain(row, valid)
+        seen = relations(made.parents, made.valid)
+        for value, other in zip(seen, cuda_ops.relate(made.parents, made.valid), strict=True):
+            assert torch.equal(value, other)
+
+
+def test_candidates_of_no_score_at_all_are_none():
+    """A draft head with broken features: its tree is padding, and no row lies behind it."""
+    pool = random_pool(30, 0)
+    scores = pool.scores.clone()
+    scores[5:] = float("nan")
+    clean = pool._replace(scores=torch.where(scores.isnan(), float("-inf"), scores))
+    root = torch.tensor([7])
+    result, expected = (
+        cuda_ops.rerank(pool._replace(scores=scores), root, 12),
+        rerank(clean, root, 12),
+    )
+    assert torch.equal(result.tokens, expected.tokens) and torch.equal(result.valid, expected.valid)
+    assert torch.equal(result.parents, expected.parents)
+
+
+@pytest.mark.parametrize(
+    ("W", "V", "k"), rest_slow([(4, 5000, 10), (1, 60, 4), (3, 2048, 1), (2, 40000, 3)])
+)
+def test_the_best_children(W, V, k):
+    logits = 3 * torch.randn(W, V, generator=torch.Generator().manual_seed(V))
+    expected = top_children(logits, k)
+    result = draft_kernels.top_children(logits, k)
+    assert torch.equal(result[0], expected[0])
+    torch.testing.assert_close(result[1], expected[1], rtol=1e-5, atol=1e-5)
+
+
+def test_children_beside_what_is_no_number():
+    """A draft head with broken features costs acceptance: ids that are none would end CUDA."""
+    logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(1))
+    clean = logits.clone()
+    logits[0, [3, 2100, 4999]] = clean[0, [3, 2100, 4999]] = float("nan")
+    clean[0, [3, 2100, 4999]] = float("-inf")
+    logits[1] = float("nan")
+    logits[2, 4990:] = float("inf")
+    ids, _ = draft_kernels.top_children(logits, 4)
+    assert torch.equal(ids[0], top_children(clean[:1], 4)[0][0])
+    assert ids.min() >= 0 and ids.max() < 5000
+    assert ids[2].tolist() == [4990, 4991, 4992, 4993]
+
+
+def test_children_beside_a_chunk_that_is_masked():
+    """As whole parts of a vocabulary may be."""
+    logits = torch.randn(2, 5000, generator=torch.Generator().manual_seed(1))
+    logits[0, 2048:4096] = float("-inf")
+    logits[1, :4096] = float("-inf")
+    expected, result = top_children(logits, 4), draft_kernels.top_children(logits, 4)
+    assert torch.equal(result[0], expected[0])
+    torch.testing.assert_close(result[1], expected[1], rtol=1e-5, atol=1e-5)
+
+
+def test_of_equal_children_the_lowest_ids():
+    logits = torch.zeros(2, 5000)
+    logits[1, [4999, 2500, 2049]] = 1.0
+    ids, logp = draft_kernels.top_children(logits, 4)
+    assert ids.tolist() == [[0, 1, 2, 3], [2049, 2500, 4999, 0]]
+    torch.testing.assert_close(logp[0].exp(), torch.full((4,), 1 / 5000))
