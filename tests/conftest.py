@@ -22,7 +22,8 @@ from fasteagle.loading import registry
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.options import DEFAULT_MODEL
-from helpers import SCRIPTS, forbid, invoke, random_target, save_tiny, tiny_config, write_questions
+from helpers import SCRIPTS, invoke, random_target, save_tiny, tiny_config, write_questions
+from hub_cache import forbid
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -13,7 +12,6 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from families import TINY_SHAPE, TINY_VOCAB, hf_class
 from fasteagle.batch import Batch
@@ -123,36 +121,6 @@ def raising(error):
 def write_questions(path: Path, *questions: list[str]) -> Path:
     path.write_text("".join(json.dumps({"turns": turns}) + "\n" for turns in questions))
     return path
-
-
-# The hub
-
-REPO, REVISION = "someone/tiny-model", "0123456789abcdef0123456789abcdef01234567"
-
-
-def forbid(monkeypatch, error):
-    import huggingface_hub
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", raising(error))
-
-
-def put_in_cache(
-    hub_cache: Path, folder: Path, repo=REPO, revision=REVISION, is_newest: bool = True
-) -> Path:
-    """Lay a folder into the cache as a finished download of a commit.
-
-    Unless it is the newest one, `main` names another commit, whose files are there too.
-    """
-    base = hub_cache / f"models--{repo.replace('/', '--')}"
-    snapshot = base / "snapshots" / revision
-    snapshot.parent.mkdir(parents=True)
-    shutil.copytree(folder, snapshot)
-    (base / "refs").mkdir()
-    newest = revision if is_newest else "0" * 40
-    (base / "refs" / "main").write_text(newest)
-    if not is_newest:
-        shutil.copytree(folder, base / "snapshots" / newest)
-    return snapshot
 
 
 # Our own classes
@@ -317,27 +285,6 @@ def output_of(code: str, **options) -> str:
     return run.stdout
 
 
-# Devices
-
-
-class Driver:
-    """An RTX 3090 that Triton can compile for and not launch on."""
-
-    def __init__(self, device: int) -> None:
-        self.device = device  # no real one's number: Triton keeps binders by device
-
-    def get_current_device(self):
-        return self.device
-
-    def get_current_stream(self, device):
-        return 0
-
-    def get_current_target(self):
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 86, 32)
-
-
 # Drafters by themselves
 
 
@@ -368,6 +315,19 @@ def propose(drafter, state: DecodeState, new: Committed, root: int) -> DraftTree
     drafter.reserve(int(state.seq_len) + len(new.tokens))
     prediction = drafter.extend(new, state.seq_len)
     return drafter.propose(prediction, state, spec_of(drafter.shape))
+
+
+@torch.no_grad()
+def assert_true_pairs(engine: Engine, text: list[int], missing: int) -> None:
+    """The draft head's cache is as if it had been shown the whole text, but `missing`, at once."""
+    n, head = engine.shown, engine.drafter.head
+    assert n > len(text) - missing
+    fresh = EagleDrafter(head, TreeShape(3, 3, 8), 512)
+    fresh.reserve(n)
+    features = Engine(engine.model, 512).features(text, fresh.aux_layers)
+    fresh.extend(pairs(text[1 : n + 1], features[:n, : head.config.feature_dim]), torch.tensor(n))
+    for a, b in zip(fresh.cache.layers[0], engine.drafter.cache.layers[0], strict=True):
+        assert torch.allclose(a[:, :n], b[:, :n], atol=1e-4)
 
 
 def verify_rows(engine: Engine, tokens, parents) -> Output:
@@ -440,32 +400,3 @@ def finished(several: Batch) -> dict[int, list[int]]:
 def eager_engine(target: Target, max_seq_len: int, drafter=None) -> Engine:
     """An engine that runs a target's own operations eagerly."""
     return Engine(target.model, max_seq_len, drafter=drafter, backend=Backend(target))
-
-
-def rounded_activations(x: torch.Tensor) -> torch.Tensor:
-    """x [T, K] as our CPU kernels see it: 8 bits in blocks of 32, or 16; in fp64."""
-    K = x.shape[1]
-    blocks = torch.nn.functional.pad(x, (0, -K % 32)).unflatten(1, (-1, 32))
-    most = blocks.abs().amax(-1, keepdim=True)
-    inverse = torch.where(most > 0, 127 / most.clamp(min=1e-30), 0)
-    q = (blocks * inverse).round()
-    scale = most / 127
-    rest = ((blocks.double() - q.double() * scale.double()).float() * (254 * inverse)).round()
-    large = scale.square() * blocks.shape[1] > 2 * scale.square().sum(1, keepdim=True)
-    rounded = q.double() * scale.double() + torch.where(large, rest.double() * scale / 254, 0)
-    return rounded.flatten(1)[:, :K]
-
-
-class Rounded(nn.Module):
-    """A linear in plain torch over activations as our CPU kernels see them."""
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        super().__init__()
-        self.weight, self.bias = weight.double(), None if bias is None else bias.double()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rounded = rounded_activations(x.float())
-        return nn.functional.linear(rounded, self.weight, self.bias).to(x.dtype)
-
-    def rows_product(self, x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        return self(x)[:, start:stop]

@@ -40,10 +40,10 @@ from fasteagle.shapes import FusedShape, GatedChain, TreeShape
 from helpers import (
     GREEDY,
     PROMPT,
+    assert_true_pairs,
     captured_engine,
     costs,
     generated,
-    pairs,
     random_head,
     tuned_engine,
 )
@@ -170,23 +170,10 @@ def test_any_order_of_fused_trees_gives_the_text_of_plain_decoding(target, tmp_p
     assert all(o.by_lookup == o.accepted for shape, o in outcomes if shape and not shape.levels)
     assert all(o.extended == bool(shape and shape.levels) for shape, o in outcomes)
     assert all(o.ms > 0 for _, o in outcomes)
-    assert_true_pairs(engine, [*prompt, *result])
+    assert_true_pairs(engine, [*prompt, *result], missing=40)
     follow_up = [*prompt, *result, 9, 10]
     plain = generated(Engine(target, 512), 30, follow_up, params)
     assert generated(engine, 30, follow_up, params) == plain
-
-
-@torch.no_grad()
-def assert_true_pairs(engine, text):
-    """The draft head's cache is as if it had been shown the whole text at once."""
-    n, head = engine.shown, engine.drafter.head
-    assert n > len(text) - 40
-    fresh = EagleDrafter(head, TreeShape(3, 3, 8), 512)
-    fresh.reserve(n)
-    features = Engine(engine.model, 512).features(text)[:, : head.config.feature_dim]
-    fresh.extend(pairs(text[1 : n + 1], features[:n]), torch.tensor(n))
-    for a, b in zip(fresh.cache.layers[0], engine.drafter.cache.layers[0], strict=True):
-        assert torch.allclose(a[:, :n], b[:, :n], atol=1e-4)
 
 
 @pytest.mark.parametrize(

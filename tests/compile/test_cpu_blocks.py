@@ -21,8 +21,9 @@ from fasteagle.quant.cpu_linear import NativeLinear
 from fasteagle.quant.scheme import Scheme
 from fasteagle.shapes import TreeShape
 from fasteagle.tree import TreeView, ancestor_mask, tree_paths
-from helpers import Rounded, generated, random_target, tiny_config
+from helpers import generated, random_target, tiny_config
 from native_models import CONFIGS, SHAPE, native_backend, native_head, native_target
+from rounding import Rounded
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
 

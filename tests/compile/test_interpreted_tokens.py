@@ -1,4 +1,4 @@
-"""Kernels that draw, look up, merge and order candidates, as compiled, in our interpreter of PTX."""
+"""Kernels of tokens, candidates and trees, as compiled, in our interpreter of PTX."""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ from fasteagle.loading.heads.write import save_head
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.paths import cache_dir
 from head_folders import official_files
-from helpers import eagle3_of, invoke, put_in_cache, random_head, save_tiny
+from helpers import eagle3_of, invoke, random_head, save_tiny
+from hub_cache import put_in_cache
 
 
 def empty_head(folder: Path) -> Path:

@@ -21,7 +21,8 @@ from fasteagle import paths
 from fasteagle.errors import FasteagleError
 from fasteagle.loading import hub, registry
 from fasteagle.paths import require_free_space
-from helpers import REPO, REVISION, forbid, make_hf_model, put_in_cache
+from helpers import make_hf_model
+from hub_cache import REPO, REVISION, forbid, put_in_cache
 
 
 def response(status: int) -> SimpleNamespace:

@@ -23,7 +23,8 @@ from fasteagle.options import DraftOptions, SamplingParams
 from fasteagle.paths import cache_dir
 from fasteagle.shapes import GatedChain, TreeShape, read_tree
 from head_folders import DIALECTS, head_for, write_folder
-from helpers import eagle3_of, forbid, generated, invoke, random_head
+from helpers import eagle3_of, generated, invoke, random_head
+from hub_cache import forbid
 
 
 @pytest.fixture(scope="module")

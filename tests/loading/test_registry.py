@@ -6,7 +6,7 @@ import pytest
 
 from fasteagle.errors import FasteagleError
 from fasteagle.loading import registry
-from helpers import REVISION, put_in_cache
+from hub_cache import REVISION, put_in_cache
 
 
 @pytest.mark.parametrize("name", ["vicuna-7b", "qwen2-7b"])

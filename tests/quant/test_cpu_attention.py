@@ -12,7 +12,7 @@ from torch import Tensor
 from fasteagle.quant.cpu_linear import pack
 from fasteagle.quant.cpu_tensors import BlockTensors
 from fasteagle.quant.packed import int8
-from helpers import rounded_activations
+from rounding import rounded_activations
 
 D, G, GROUP, SLOTS = 64, 2, 3, 1216  # model dim, KV heads, queries of each, slots of the caches
 H, EPS = G * GROUP, 1e-5

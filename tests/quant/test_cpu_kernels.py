@@ -21,7 +21,8 @@ from fasteagle.quant.cpu_linear import (
     pack,
 )
 from fasteagle.quant.packed import PackedWeight, int4, int8
-from helpers import output_of, rounded_activations
+from helpers import output_of
+from rounding import rounded_activations
 
 KINDS = ["zeros", "gptq", "q4_1", "hqq", "wide", "wide offsets", "int8"]
 KINDS += ["wide zeros", "wide int8"]

@@ -14,7 +14,7 @@ from fasteagle.model import MoE
 from fasteagle.quant.cpu_linear import NativeLinear, pack
 from fasteagle.quant.cpu_tensors import BlockTensors
 from fasteagle.quant.packed import int8
-from helpers import Rounded
+from rounding import Rounded
 from test_cpu_kernels import KINDS, packed_weight, rows_of
 
 LAYERS = {

@@ -11,7 +11,8 @@ from fasteagle import llm
 from fasteagle.cli import serve
 from fasteagle.loading import open as opening
 from fasteagle.server.protocol import ChatRequest
-from helpers import REPO, forbid, invoke, put_in_cache, raising
+from helpers import invoke, raising
+from hub_cache import REPO, forbid, put_in_cache
 
 
 @pytest.fixture

@@ -1,0 +1,102 @@
+"""Which passes compute a prompt, and what a draft head is shown of it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.generate import Engine
+from fasteagle.model import Transformer
+from fasteagle.shapes import TreeShape
+from helpers import GREEDY, PROMPT, eagle3_of, generated, random_head, random_target, tiny_config
+
+
+@pytest.fixture(scope="module", params=["eagle1", "eagle3"])
+def head(request, target):
+    return random_head(target, eagle3=eagle3_of(request.param, target.config))
+
+
+@pytest.mark.parametrize("window", [None, 6, 300])
+def test_prompts_are_computed_alike_with_and_without_a_draft_head(window, monkeypatch):
+    """As on CUDA: cached rows stay as they are, and the same passes compute those after them.
+
+    The pass at the beginning has no mask unless a window cuts it, with and without a draft head.
+    """
+    target = random_target(tiny_config(sliding_window=window))
+    head = random_head(target, sliding_window=None)
+    monkeypatch.setattr("fasteagle.decoding.context.PREFILL_CHUNK_CUDA", 300)
+    passes = []
+    encode = Transformer.encode
+
+    def encoded(model, tokens, positions, slots, visible, *rest):
+        keys = visible.shape[1] if isinstance(visible, Tensor) else type(visible).__name__
+        passes.append((int(slots[0]), len(slots), keys))
+        return encode(model, tokens, positions, slots, visible, *rest)
+
+    def prefilled(drafter):
+        engine = Engine(target, 512, drafter=drafter)
+        engine.on_cpu = False
+        text = PROMPT + generated(engine, 20)
+        found = []
+        for prompt, n_same in ((text + [7] * 400, len(text) - 1), ([*text[:20], 8, 9], 20)):
+            rows = engine.cache.rows[:, :, :n_same].clone()
+            passes.clear()
+            normed, *_ = engine.prefill(prompt)
+            assert torch.equal(engine.cache.rows[:, :, :n_same], rows)
+            found.append([each for each in passes if each[0] >= n_same])
+            assert torch.allclose(normed, Engine(target, 512).prefill(prompt)[0], atol=1e-4)
+        engine.restart()
+        passes.clear()
+        engine.prefill(text + [7] * 400)
+        found.append(passes.copy())
+        # The client leaves in the middle of an answer without drafts: pairs are not shown.
+        engine.restart()
+        answer = engine.generate(PROMPT, GREEDY, 200, speculate=False)
+        with contextlib.closing(answer):
+            said = [t for new in itertools.islice(answer, 100) for t in new]
+        text = PROMPT + said
+        n_same = len(engine.cached)
+        rows = engine.cache.rows[:, :, :n_same].clone()
+        assert drafter is None or n_same - engine.shown > 90
+        passes.clear()
+        engine.prefill([*text[:n_same], *[7] * 100])
+        assert torch.equal(engine.cache.rows[:, :, :n_same], rows)
+        return [*found, [each for each in passes if each[0] >= n_same]]
+
+    with mock.patch.object(Transformer, "encode", encoded):
+        plain = prefilled(None)
+        assert prefilled(EagleDrafter(head, TreeShape(3, 4, 7), 512)) == plain
+    n = len(PROMPT) + 19
+    *follow_ups, first_turn, after_a_stop = plain
+    assert len(after_a_stop) == 1 and after_a_stop[0][1] == 100
+    after = 512 if window else "PromptView"
+    assert follow_ups == [[(n, 300, after), (n + 300, 101, after)], [(20, 2, "TreeView")]]
+    beginning = 512 if window == 6 else "PromptView"
+    assert first_turn == [(0, 300, beginning), (300, n + 101, after)]
+
+
+def test_a_changed_history_changes_the_pair_before_it(target, head):
+    """The last common token has another one after it, which the draft head must see."""
+    drafter = EagleDrafter(head, TreeShape(3, 4, 7), 512)
+    engine, shown = Engine(target, 512, drafter=drafter), []
+    extend = drafter.extend
+
+    def shows(new, seq_len):
+        n = int(new.count)
+        positions = range(int(seq_len) - n, int(seq_len))
+        shown.extend(zip(positions, new.tokens[:n].tolist(), strict=True))
+        return extend(new, seq_len)
+
+    drafter.extend = shows
+    first, other = list(range(5, 25)), [*range(5, 15), 40, 41, 42]
+    engine.prefill(first)
+    assert shown == list(enumerate(first[1:]))
+    shown.clear()
+    engine.prefill(other)
+    assert shown == [(9, 40), (10, 41), (11, 42)]
