@@ -150,7 +150,7 @@ def follow_costs(drafter: Drafter, costs: Costs) -> Policy:
         drafter.tuning.ranks,
         sizes_of(drafter, costs),
         head=drafter.reads_features,
-        lookup=drafter.looks_up,
+        lookup=drafter.lookup is not None,
     )
     drafter.policy = policy
     return policy

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fasteagle.compile.cpu_blocks import MAX_ROWS
-from fasteagle.compile.cpu_draft import LOOKING_UP, NativeDraft, Text
+from fasteagle.compile.cpu_draft import NativeDraft, Text
 from fasteagle.compile.cpu_pass import NativeFinish, NativePass
 from fasteagle.decoding.backend import Backend
 from fasteagle.decoding.cycle import Pieces
@@ -51,7 +51,7 @@ class How(NamedTuple):
         state, drafter, spec = text
         corpus, keep, needed = None, 0.0, None
         head, rule = None, (0, Thresholds())
-        if spec.shape is not None and isinstance(drafter, LOOKING_UP):
+        if spec.shape is not None and drafter is not None and drafter.lookup is not None:
             corpus, keep = drafter.lookup.corpus, drafter.lookup_threshold
             needed = drafter.head_gain
         if spec.shape is not None and isinstance(drafter, EagleDrafter):
@@ -63,7 +63,7 @@ class How(NamedTuple):
 def _drafting(text: Text, how: How) -> DraftTensors:
     """Return what drafts for a text."""
     tensors, drafter = DraftTensors(), text.drafter
-    if how.depth and isinstance(drafter, LOOKING_UP):
+    if how.depth and drafter is not None and drafter.lookup is not None:
         tensors = tensors._replace(table=drafter.lookup.table, kept=drafter.lookup.last)
     if how.head is not None and isinstance(drafter, EagleDrafter):
         keys, values = drafter.cache.layers[0]

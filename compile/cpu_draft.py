@@ -19,7 +19,6 @@ from fasteagle.compile.cpu_blocks import MAX_ROWS, block_tensors, fits
 from fasteagle.decoding.cycle import EAGER
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.eagle import EagleDrafter
-from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.drafting.lookup import LONGEST_MATCH
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.drafting.thresholds import LONGEST, Thresholds
@@ -30,8 +29,6 @@ from fasteagle.quant.linear import QuantizedLMHead
 from fasteagle.shapes import GatedChain
 from fasteagle.state import CycleSpec, DecodeState
 from fasteagle.tree import HEAD, LOOKUP, Proposal, chain
-
-LOOKING_UP = (FusedDrafter, NgramDrafter)
 
 
 def can_draft(head: EagleHead) -> bool:
@@ -139,7 +136,7 @@ class NativeDraft:
         self, state: DecodeState, drafter: Drafter | None, spec: CycleSpec
     ) -> Proposal | None:
         """Return the proposal of a looked-up chain; None if the draft head promises more."""
-        if not isinstance(drafter, LOOKING_UP):
+        if drafter is None or drafter.lookup is None:
             return None
         copied = look_up(state, drafter, spec.depth)
         return None if copied is None else self.proposal(state, copied, LOOKUP)
@@ -171,12 +168,13 @@ class NativeDraft:
         return proposal._replace(tree=proposal.tree._replace(tokens=tokens))
 
 
-def look_up(state: DecodeState, drafter: FusedDrafter | NgramDrafter, reach: int) -> Tensor | None:
+def look_up(state: DecodeState, drafter: Drafter, reach: int) -> Tensor | None:
     """Return a chain of at most `reach` looked-up tokens whose expected gain pays for their rows.
 
     Returns None if the draft head promises more.
     """
     lookup = drafter.lookup
+    assert lookup is not None, "it looks up"
     tokens, _, gain = torch.ops.fasteagle_cpu.look_up(
         state.text,
         state.seq_len,

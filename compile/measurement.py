@@ -23,8 +23,6 @@ from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.costs import ROWS, WIDTHS, Costs
 from fasteagle.drafting.draft_head import HeadDrafter
 from fasteagle.drafting.eagle import EagleDrafter
-from fasteagle.drafting.fused import FusedDrafter
-from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.drafting.thresholds import LONGEST, Thresholds
 from fasteagle.generate import Engine
 from fasteagle.sampling import SamplingMode
@@ -115,10 +113,10 @@ class Measurement:
         has_head = isinstance(drafter, HeadDrafter)
         if isinstance(drafter.shape, GatedChain):
             works["chain"] = {levels: work(self._chain, levels) for levels in (1, LONGEST)}
-            if drafter.looks_up:
+            if drafter.lookup is not None:
                 works["lookup"] = {0: self._look_up}
             return works
-        if drafter.looks_up:
+        if drafter.lookup is not None:
             alone = FusedShape(0, 1, 8, 8) if has_head else drafter.shape
             works["lookup"] = {0: work(self.draft, alone)}
         if has_head:
@@ -145,13 +143,13 @@ class Measurement:
     def _look_up(self) -> float:
         """Return the milliseconds of a lookup by our kernels."""
         drafter = self._drafter
-        assert isinstance(drafter, FusedDrafter | NgramDrafter), "these look up"
+        assert drafter is not None, "it looks up"
         work = functools.partial(look_up, self._engine.state, drafter, drafter.shape.depth)
         return self._timed(work, drafter.shape)
 
     def _small_tree(self, depth: int, k: int) -> AnyShape:
         nodes = max(depth, min(k + (depth - 1) * k * k, 8))
-        if isinstance(self._drafter, FusedDrafter):
+        if self._drafter is not None and self._drafter.lookup is not None:
             return FusedShape(depth, k, nodes, 8)
         return TreeShape(depth, k, nodes)
 

@@ -24,8 +24,6 @@ from fasteagle.compile.short_prompts import ROWS
 from fasteagle.decoding.backend import Backend
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.draft_head import HeadDrafter, RankingDrafter
-from fasteagle.drafting.fused import FusedDrafter
-from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.errors import first_line, note
 from fasteagle.model import KEY_BLOCK, KVCache, Target, causal_mask
 from fasteagle.shapes import FusedShape, TreeShape
@@ -185,7 +183,7 @@ def run_trees(
         row = torch.arange(spec.rows, device=state.root.device)
         relate(torch.zeros_like(row), row >= 0)
         shape = spec.shape
-        if isinstance(drafter, FusedDrafter | NgramDrafter) and isinstance(shape, TREES):
+        if drafter is not None and drafter.lookup is not None and isinstance(shape, TREES):
             lookup = drafter.lookup.apart()  # it learns
             tokens, logp = drafter.ops.look_up(lookup, state.text, state.seq_len, spec.depth)
             if isinstance(shape, FusedShape):

@@ -22,6 +22,7 @@ from fasteagle.drafting.base import Tuning
 from fasteagle.drafting.costs import Costs
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.ladder import DEFAULT_RANKS
+from fasteagle.drafting.lookup import Lookup
 from fasteagle.generate import Engine
 from fasteagle.model import EagleHead, KVCache, Output, Target, Transformer, causal_mask, make_head
 from fasteagle.options import SamplingParams
@@ -306,6 +307,11 @@ def pairs(tokens, features, count: int | None = None) -> Committed:
     """The first `count` rows are real, all of them if it is None."""
     n = len(tokens) if count is None else count
     return Committed(torch.as_tensor(tokens), features, torch.tensor([n]))
+
+
+def fused_drafter(head, shape, max_seq_len: int, lookup: Lookup | None = None) -> EagleDrafter:
+    """A drafter of a draft head's tree and looked-up chains."""
+    return EagleDrafter(head, shape, max_seq_len, lookup=lookup or Lookup())
 
 
 def propose(drafter, state: DecodeState, new: Committed, root: int) -> DraftTree:

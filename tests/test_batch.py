@@ -15,7 +15,7 @@ from fasteagle.batch import Batch, NoRoomError
 from fasteagle.decoding import context
 from fasteagle.drafting.base import Tuning
 from fasteagle.drafting.costs import Costs
-from fasteagle.drafting.fused import FusedDrafter
+from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.ladder import DEFAULT_RANKS
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.drafting.policy import REACH, Policy
@@ -27,7 +27,16 @@ from fasteagle.loading.source import quantize_head_
 from fasteagle.options import RuntimeOptions, SamplingParams
 from fasteagle.quant.scheme import Scheme
 from fasteagle.shapes import FusedShape, GatedChain
-from helpers import finished, generated, raising, random_head, random_target, rest_slow, tiny_config
+from helpers import (
+    finished,
+    fused_drafter,
+    generated,
+    raising,
+    random_head,
+    random_target,
+    rest_slow,
+    tiny_config,
+)
 
 EOS = frozenset(range(0, 60, 12))
 CONFIGS = {
@@ -129,7 +138,7 @@ def test_trees_of_a_fixed_size_are_chosen_together(native, tmp_path):
     """Rows cost nothing by these costs: first plain passes are timed, then all have trees."""
     engine, expected = native[8]
     sizes = [FusedShape(0, 1, 3, 3), FusedShape(2, 2, 5, 3)]
-    drafter = FusedDrafter(random_head(engine.model), sizes[0], engine.max_seq_len)
+    drafter = fused_drafter(random_head(engine.model), sizes[0], engine.max_seq_len)
     drafter.tuning = Tuning(tmp_path / "costs.json", DEFAULT_RANKS)
     levels = {1: 0.01, 2: 0.01}
     costs = Costs({1: 4.0, 2: 4.1, 32: 4.2}, levels, levels, 0.1, 0.1, 0.02)
@@ -149,11 +158,11 @@ def test_trees_of_a_fixed_size_are_chosen_together(native, tmp_path):
     assert None in shapes and shapes & set(sizes)
 
 
-def fused(engine: Engine, folder) -> FusedDrafter:
+def fused(engine: Engine, folder) -> EagleDrafter:
     """A drafter of a random draft head and the lookup, whose policy has costs."""
     head = random_head(engine.model)
     quantize_head_(head, Scheme(8, head_bits=8), native=True)
-    drafter = FusedDrafter(head, GatedChain(REACH), engine.max_seq_len)
+    drafter = fused_drafter(head, GatedChain(REACH), engine.max_seq_len)
     drafter.tuning = Tuning(folder / "costs.json", DEFAULT_RANKS)
     costs = Costs({1: 4.0, 2: 4.1, 32: 5.6}, {}, {}, 0.1, 0.1, 0.02, {1: 0.01, LONGEST: 0.08})
     drafter.policy = Policy(costs, DEFAULT_RANKS, [GatedChain(REACH)], head=True, lookup=True)

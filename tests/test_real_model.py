@@ -22,7 +22,7 @@ from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.model import Target
 from fasteagle.options import DEFAULT_MODEL, DraftOptions, RuntimeOptions, SamplingParams
 from fasteagle.prompts import read_questions
-from helpers import generated, logits_of, rest_slow
+from helpers import fused_drafter, generated, logits_of, rest_slow
 
 pytestmark = pytest.mark.real_model
 
@@ -118,7 +118,6 @@ def test_speculation_changes_no_token(checkpoint, model, tokenizer, params, text
     """fp32 on the CPU: every drafter, the model itself as the draft model too, against plain."""
     from fasteagle.drafting.draft_model import ModelDrafter
     from fasteagle.drafting.eagle import EagleDrafter
-    from fasteagle.drafting.fused import FusedDrafter
     from fasteagle.drafting.ngram import NgramDrafter
     from fasteagle.drafting.static_tree import StaticTreeDrafter
     from fasteagle.shapes import FusedShape, TreeShape
@@ -133,8 +132,8 @@ def test_speculation_changes_no_token(checkpoint, model, tokenizer, params, text
         EagleDrafter(head, TreeShape(6, 10, 59), 1024),
         EagleDrafter(head, TreeShape(4, 1, 4), 1024),
         StaticTreeDrafter(head, 1024),
-        FusedDrafter(head, FusedShape(3, 3, 8, 8), 1024),
-        FusedDrafter(head, FusedShape(0, 1, 8, 8), 1024),
+        fused_drafter(head, FusedShape(3, 3, 8, 8), 1024),
+        fused_drafter(head, FusedShape(0, 1, 8, 8), 1024),
         ModelDrafter(Target(model), TreeShape(2, 1, 2), 1024, model.config.vocab_size),
         NgramDrafter(),
     ]

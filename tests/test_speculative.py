@@ -9,7 +9,6 @@ from fasteagle.bench.rivals.ablation import ablated
 from fasteagle.decoding.cycle import decode_cycle
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.eagle import EagleDrafter
-from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.drafting.static_tree import StaticTreeDrafter
 from fasteagle.errors import FasteagleError
@@ -22,6 +21,7 @@ from helpers import (
     drawing,
     eagle3_of,
     empty_state,
+    fused_drafter,
     random_head,
     random_target,
     rest_slow,
@@ -101,9 +101,9 @@ def drafters(target, head):
     made["ngram"] = NgramDrafter(depth=4)
     for levels, k, n, reach in ((3, 3, 8, 8), (1, 2, 12, 11), (4, 3, 10, 2), (2, 1, 3, 3)):
         shape = FusedShape(levels, k, n, reach)
-        made[f"fused {levels}-{k}-{n}-{reach}"] = FusedDrafter(head, shape, 512)
-    made["fused trimmed"] = FusedDrafter(trimmed, FusedShape(3, 4, 7, 8), 512)
-    made["lookup alone"] = FusedDrafter(head, FusedShape(0, 1, 8, 8), 512)
+        made[f"fused {levels}-{k}-{n}-{reach}"] = fused_drafter(head, shape, 512)
+    made["fused trimmed"] = fused_drafter(trimmed, FusedShape(3, 4, 7, 8), 512)
+    made["lookup alone"] = fused_drafter(head, FusedShape(0, 1, 8, 8), 512)
     return made
 
 

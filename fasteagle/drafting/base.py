@@ -70,7 +70,7 @@ class Drafter:
     reads_features: bool  # whether `extend` must see every committed position
     aux_layers: tuple[int, ...] = ()  # blocks whose input is its features; empty: final norm
     always_proposes = True  # whether every tree has a node besides the root
-    looks_up = False  # whether it searches the text for earlier matches
+    lookup: Lookup | None = None  # of earlier matches in the text, where it looks these up
     tuning: Tuning | None = None  # set where the tree may be tuned
     policy: Policy | None = None  # chooses its trees while decoding, once costs are known
     company: Company | None = None  # chooses them instead, while other sequences share the passes
@@ -91,7 +91,10 @@ class Drafter:
 
     def apart(self) -> Self:
         """Return a copy whose runs change neither this one's caches nor what it has learned."""
-        return copy.copy(self)
+        other = copy.copy(self)
+        if self.lookup is not None:
+            other.lookup = self.lookup.apart()
+        return other
 
     @property
     def may_skip_head(self) -> bool:
@@ -106,7 +109,7 @@ class Drafter:
     @property
     def advanced(self) -> Sequence[Tensor]:
         """Tensors that a cycle changes, other than cache rows past the text."""
-        return []
+        return [] if self.lookup is None else self.lookup.tensors
 
     def run_by(self, ops: DraftOps) -> None:
         """Draft by these operations of the backend from now on."""

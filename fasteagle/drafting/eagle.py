@@ -1,5 +1,10 @@
 """EAGLE-2's dynamic tree: expand by cumulative log-probability, rerank, take the best nodes.
 
+With a lookup its chain is reranked together with the draft head's candidates. A token of both under
+the same parent is one candidate. Scores are log-probabilities of paths: the draft head's own, and
+those of the lookup's table, which has learned how often looked-up tokens are accepted. So the chain
+may continue below the draft head's leaves, or beside them.
+
 Shapes: W rows of the draft head in one step, D model dim, V draft vocabulary, k top-k, P pool, B
 texts that draft together (one here; several in `compile.cuda_draft`).
 """
@@ -12,11 +17,13 @@ import torch
 from torch import Tensor
 
 from fasteagle.drafting.draft_head import HeadDrafter, Prediction, RankingDrafter
+from fasteagle.drafting.lookup import Lookup
+from fasteagle.drafting.policy import MAX_CHAIN
 from fasteagle.drafting.thresholds import LONGEST, Thresholds
 from fasteagle.errors import FasteagleError
 from fasteagle.model import EagleHead
 from fasteagle.sampling import SamplingMode, SamplingTensors
-from fasteagle.shapes import FusedShape, GatedChain, TreeShape
+from fasteagle.shapes import MAX_REACH, FusedShape, GatedChain, TreeShape
 from fasteagle.state import CycleSpec, DecodeState
 from fasteagle.tree import DraftTree, Pool, chain
 
@@ -26,7 +33,8 @@ UNGATED = Thresholds((0.0,) * LONGEST, (0.0,) * LONGEST)
 class EagleDrafter(HeadDrafter):
     """Drafter that expands `depth` levels of `topk` nodes and verifies the `nodes` best.
 
-    See the EAGLE-2 paper, section 4. With top-k 1 the tree is a chain.
+    See the EAGLE-2 paper, section 4. With top-k 1 the tree is a chain. Trees of a `FusedShape` have
+    candidates of `lookup`, too; without levels only the lookup drafts.
     """
 
     def __init__(
@@ -35,6 +43,7 @@ class EagleDrafter(HeadDrafter):
         shape: TreeShape | GatedChain | FusedShape,
         max_seq_len: int,
         noise: str = "shared",
+        lookup: Lookup | None = None,
     ) -> None:
         if shape.topk > head.config.draft_vocab_size:
             raise FasteagleError(
@@ -43,45 +52,67 @@ class EagleDrafter(HeadDrafter):
             )
         super().__init__(head, max_seq_len, noise)
         self.name = "eagle-chain" if shape.topk == 1 else "eagle"
+        if lookup is not None:
+            self.name, self.lookup = "fused", lookup
         self.shape: TreeShape | GatedChain | FusedShape = shape
 
     @property
+    def may_skip_head(self) -> bool:
+        return self.lookup is not None and isinstance(self.shape, GatedChain)
+
+    @property
     def tree_rows(self) -> int:
-        shapes = [shape for shape in self.shapes() if isinstance(shape, (TreeShape, GatedChain))]
-        return max((shape.depth - 1) * shape.topk for shape in shapes)
+        return max(max(0, shape.levels - 1) * (shape.topk or 1) for shape in self.shapes())
 
     def resized(self, nodes: int) -> EagleDrafter:
         """Return a drafter with this draft head, `nodes` candidates and at most `nodes` levels.
 
-        A gated chain becomes one that does not end early, which its kernels draft as well.
+        A gated chain becomes one that does not end early, or a tree whose draft head has no
+        branches where kernels draft no chain of so many.
         """
-        if isinstance(self.shape, GatedChain) and 1 <= nodes <= LONGEST:
-            return self._ungated_chain(nodes)
-        depth = min(self.shape.depth, max(1, nodes))
-        return self._with(TreeShape(depth, self.shape.topk, nodes))
-
-    def _ungated_chain(self, nodes: int) -> Self:
-        chain = self._with(GatedChain(nodes))
-        chain.fixed_thresholds = UNGATED
-        return chain
+        like, most = self.shape, LONGEST if self.lookup is None else MAX_CHAIN
+        if isinstance(like, GatedChain) and 1 <= nodes <= most:
+            made = self._with(GatedChain(nodes))
+            made.fixed_thresholds = UNGATED
+            return made
+        if isinstance(like, GatedChain) and self.lookup is not None:
+            like = FusedShape(LONGEST, 1, LONGEST, min(like.depth, LONGEST))
+        levels = min(like.levels, max(1, nodes))
+        if not isinstance(like, FusedShape):
+            return self._with(TreeShape(levels, like.topk, nodes))
+        if nodes > (most := like.head_pool + MAX_REACH):
+            raise FasteagleError(f"its trees have at most {most} nodes")
+        reach = max(like.reach, nodes - like.head_pool)
+        return self._with(FusedShape(levels, like.topk, nodes, reach))
 
     def _with(self, shape: TreeShape | GatedChain | FusedShape) -> Self:
         """Return a drafter with this draft head and another shape."""
-        return type(self)(self.head, shape, self.max_seq_len, self.noise)
+        return type(self)(self.head, shape, self.max_seq_len, self.noise, self.lookup)
 
-    def propose(self, prediction: Prediction, state: DecodeState, spec: CycleSpec) -> DraftTree:
-        """Expand, then rerank; cut a gated chain at its thresholds instead."""
+    def propose(
+        self, prediction: Prediction | None, state: DecodeState, spec: CycleSpec
+    ) -> DraftTree:
+        """Expand, if the draft head is run, then look up, rerank; or cut a gated chain."""
         shape = spec.shape
         assert shape is not None and shape.topk is not None, "the engine asks for its shapes"
-        pool = expand(self, prediction, state, spec.kind, shape.levels, shape.topk)
-        return self.select(pool.of_text(0), state, spec)
+        if prediction is None:
+            none = state.root[:0]
+            pool = Pool(none, none.float(), none)
+        else:
+            pool = expand(self, prediction, state, spec.kind, shape.levels, shape.topk).of_text(0)
+        return self.select(pool, state, spec)
 
     def select(self, pool: Pool, state: DecodeState, spec: CycleSpec) -> DraftTree:
-        """Return a tree of `spec.shape` from the draft head's candidates."""
-        if isinstance(spec.shape, GatedChain):
+        """Return a tree of `spec.shape` from the draft head's candidates and the lookup's."""
+        shape = spec.shape
+        if isinstance(shape, GatedChain):
             return gated_chain(pool, state.root, self.thresholds)
-        assert isinstance(spec.shape, TreeShape), "the engine asks for its shapes"
-        return self.rerank(pool, state.root, spec.shape.nodes)
+        assert isinstance(shape, TreeShape | FusedShape), "the engine asks for its shapes"
+        if isinstance(shape, FusedShape):
+            assert self.lookup is not None, "such trees have two sources"
+            tokens, logp = self.ops.look_up(self.lookup, state.text, state.seq_len, shape.reach)
+            pool = self.ops.fuse(pool, shape.topk, shape.levels, tokens, logp)
+        return self.rerank(pool, state.root, shape.nodes)
 
 
 def gated_chain(pool: Pool, root: Tensor, thresholds: Thresholds) -> DraftTree:

@@ -5,10 +5,7 @@ Needs no training and no features. Shapes: D tokens of the chain.
 
 from __future__ import annotations
 
-from typing import Self
-
 import torch
-from torch import Tensor
 
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.lookup import Lookup
@@ -25,20 +22,10 @@ class NgramDrafter(Drafter):
     name = "ngram"
     reads_features = False
     always_proposes = False
-    looks_up = True
 
     def __init__(self, depth: int = NGRAM_TOKENS, lookup: Lookup | None = None) -> None:
         self.shape: AnyShape = TreeShape(depth, 1, depth)
-        self.lookup = lookup or Lookup()
-
-    @property
-    def advanced(self) -> list[Tensor]:
-        return self.lookup.tensors
-
-    def apart(self) -> Self:
-        other = super().apart()
-        other.lookup = self.lookup.apart()
-        return other
+        self.lookup: Lookup = lookup or Lookup()
 
     @property
     def head_gain(self) -> None:

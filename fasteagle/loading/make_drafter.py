@@ -18,7 +18,6 @@ from fasteagle.device import short_of_memory, unless_short
 from fasteagle.drafting.base import Drafter, Tuning
 from fasteagle.drafting.draft_model import ModelDrafter
 from fasteagle.drafting.eagle import EagleDrafter
-from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.drafting.ladder import NGRAM_RANKS, ranks_of
 from fasteagle.drafting.lookup import Corpus, Lookup
 from fasteagle.drafting.ngram import NGRAM_TOKENS, NgramDrafter
@@ -45,15 +44,7 @@ from fasteagle.loading.tensors import Checkpoint, DummyCheckpoint, fingerprint
 from fasteagle.model import EagleHead
 from fasteagle.options import DraftOptions, RuntimeOptions
 from fasteagle.paths import costs_path
-from fasteagle.shapes import (
-    PAPER_TREE,
-    AnyShape,
-    FusedShape,
-    GatedChain,
-    Paths,
-    TreeShape,
-    read_tree,
-)
+from fasteagle.shapes import PAPER_TREE, FusedShape, GatedChain, Paths, TreeShape, read_tree
 
 
 def plan_drafting(
@@ -267,7 +258,7 @@ def _eagle(
     drafter = tree_drafter(head, options, engine.max_seq_len, quantized_on_cpu, corpus, native)
     is_chain = isinstance(drafter.shape, GatedChain)
     if (options.auto_tree or is_chain) and isinstance(drafter, EagleDrafter):
-        searches = corpus is not None and isinstance(drafter, FusedDrafter)
+        searches = corpus is not None and drafter.lookup is not None
         path = _costs_path(drafter, searches, engine, checkpoint, identity, loaded.digest)
         drafter.tuning = Tuning(path, ranks_of(loaded.header), loaded.digest, searches)
     size = f"chains of {drafter.shape}" if is_chain else f"{drafter.shape.nodes} nodes"
@@ -383,7 +374,9 @@ def tree_drafter(
 
     `native` says that our CPU kernels run passes and draft chains.
     """
-    tree: Paths | AnyShape = tree_of(options, head.config.draft_vocab_size, quantized_on_cpu)
+    tree: Paths | TreeShape | FusedShape | GatedChain = tree_of(
+        options, head.config.draft_vocab_size, quantized_on_cpu
+    )
     fused = options.fuses
     if not isinstance(tree, tuple) and native and options.auto_chain and can_draft(head):
         fused = fused or options.drafter == "auto"  # a lookup costs chains next to nothing
@@ -391,8 +384,5 @@ def tree_drafter(
     if isinstance(tree, tuple):
         sampled = options.verify == "multi-round"
         return StaticTreeDrafter(head, max_seq_len, tree, options.noise, sampled)
-    if fused and isinstance(tree, FusedShape | GatedChain):
-        lookup = Lookup(corpus=corpus, device=head.target_ids().device)
-        return FusedDrafter(head, tree, max_seq_len, options.noise, lookup)
-    assert isinstance(tree, TreeShape | GatedChain), "a fused tree has a fused shape"
-    return EagleDrafter(head, tree, max_seq_len, noise=options.noise)
+    lookup = Lookup(corpus=corpus, device=head.target_ids().device) if fused else None
+    return EagleDrafter(head, tree, max_seq_len, options.noise, lookup)

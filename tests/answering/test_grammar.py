@@ -13,7 +13,6 @@ from fasteagle.answering.answer import answer
 from fasteagle.answering.answer_logits import AnswerLogits, AnswerRequest
 from fasteagle.answering.grammar import GrammarCompiler
 from fasteagle.drafting.eagle import EagleDrafter
-from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.drafting.static_tree import StaticTreeDrafter
 from fasteagle.errors import EngineError, FasteagleError
@@ -23,7 +22,15 @@ from fasteagle.options import AnswerOptions, GrammarSpec, SamplingParams
 from fasteagle.quant import cpu_build
 from fasteagle.shapes import FusedShape, TreeShape
 from fasteagle.tree import DraftTree
-from helpers import TINY_VOCAB, allowed, captured_engine, eagle3_of, generated, random_head
+from helpers import (
+    TINY_VOCAB,
+    allowed,
+    captured_engine,
+    eagle3_of,
+    fused_drafter,
+    generated,
+    random_head,
+)
 
 llguidance = pytest.importorskip("llguidance")
 
@@ -63,7 +70,7 @@ def drafters(model, number):
         made[f"{kind} tree"] = EagleDrafter(head, TreeShape(3, 4, 12), 512)
         made[f"{kind} chain"] = EagleDrafter(head, TreeShape(4, 1, 4), 512)
         made[f"{kind} static"] = StaticTreeDrafter(head, 512)
-        made[f"{kind} fused"] = FusedDrafter(head, FusedShape(3, 3, 8, 8), 512)
+        made[f"{kind} fused"] = fused_drafter(head, FusedShape(3, 3, 8, 8), 512)
     return dict(list(made.items())[number % 3 :: 3])
 
 

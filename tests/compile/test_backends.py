@@ -14,7 +14,6 @@ from fasteagle.compile.cpu_backend import CpuBackend
 from fasteagle.config import MoEConfig
 from fasteagle.decoding.backend import Backend
 from fasteagle.drafting.eagle import EagleDrafter
-from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.drafting.static_tree import StaticTreeDrafter
 from fasteagle.generate import Engine
@@ -22,7 +21,15 @@ from fasteagle.model import Target, Transformer
 from fasteagle.options import SamplingParams
 from fasteagle.quant import cpu_build
 from fasteagle.shapes import FusedShape, TreeShape
-from helpers import Even, eagle3_of, generated, random_head, random_target, tiny_config
+from helpers import (
+    Even,
+    eagle3_of,
+    fused_drafter,
+    generated,
+    random_head,
+    random_target,
+    tiny_config,
+)
 from native_models import MIXTRAL, SHAPE, native_head, native_target
 
 BACKENDS = ["eager", "cpu", "eager experts", "cpu int4 experts", "cpu int8 experts"]
@@ -33,7 +40,7 @@ DRAFTERS = {
     "eagle3 tree": ("eagle3", lambda head: EagleDrafter(head, TREE, 512)),
     "eagle1 chain": ("eagle1", lambda head: EagleDrafter(head, TreeShape(3, 1, 3), 512)),
     "static tree": ("eagle1", lambda head: StaticTreeDrafter(head, 512, ((0,), (1,), (0, 0)))),
-    "fused": ("eagle3", lambda head: FusedDrafter(head, FUSED, 512)),
+    "fused": ("eagle3", lambda head: fused_drafter(head, FUSED, 512)),
     "ngram": (None, lambda head: NgramDrafter(4)),
 }
 

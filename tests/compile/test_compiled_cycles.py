@@ -14,7 +14,6 @@ from fasteagle.compile.cycles import CycleCompiler, own_code
 from fasteagle.decoding.cycle import EAGER
 from fasteagle.drafting.draft_model import ModelDrafter
 from fasteagle.drafting.eagle import EagleDrafter
-from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.generate import Engine
 from fasteagle.model import Target
@@ -29,6 +28,7 @@ from helpers import (
     eager_engine,
     eagle3_of,
     finished,
+    fused_drafter,
     generated,
     random_head,
     random_target,
@@ -235,7 +235,7 @@ def test_compiled_pieces_of_other_drafters(target, make, params):
             small = random_target(tiny_config(n_layer=1), seed=5)
             return ModelDrafter(Target(small), TREE, 512, 60)
         shape = FusedShape(2, 2, 8, 6) if make == "fused" else FusedShape(0, 1, 6, 6)
-        return FusedDrafter(random_head(target), shape, 512)
+        return fused_drafter(random_head(target), shape, 512)
 
     engine, eager = (Engine(target, 512, drafter=drafter()) for _ in range(2))
     before = [tensor.clone() for tensor in engine.drafter.advanced]

@@ -30,7 +30,6 @@ from fasteagle.decoding.cycle import EAGER, Pieces
 from fasteagle.decoding.launch import variant_of
 from fasteagle.drafting.base import Tuning
 from fasteagle.drafting.eagle import EagleDrafter
-from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.drafting.ladder import DEFAULT_RANKS, NGRAM_RANKS
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.generate import Engine
@@ -43,6 +42,7 @@ from helpers import (
     assert_true_pairs,
     captured_engine,
     costs,
+    fused_drafter,
     generated,
     random_head,
     tuned_engine,
@@ -112,8 +112,8 @@ def test_pausing_and_drafting_in_turn_changes_no_token(target, tmp_path, ahead):
     assert engine.stats.cached_tokens > 290
 
 
-def fused_drafter(target, path):
-    drafter = FusedDrafter(random_head(target), FusedShape(3, 3, 8, 8), 512)
+def tuned_fused(target, path):
+    drafter = fused_drafter(random_head(target), FusedShape(3, 3, 8, 8), 512)
     drafter.tuning = Tuning(path, DEFAULT_RANKS)
     return drafter
 
@@ -126,7 +126,7 @@ def test_other_drafters_are_tuned_too(target, tmp_path):
     plan, _ = tune_now(engine, print)
     assert all(shape.topk == 1 for shape in plan.shapes)
     assert generated(engine, 80) == expected
-    engine.use(fused_drafter(target, tmp_path / "costs.json"))
+    engine.use(tuned_fused(target, tmp_path / "costs.json"))
     before = [tensor.clone() for tensor in engine.drafter.advanced]
     plan, _ = tune_now(engine, print)
     assert all(map(torch.equal, before, engine.drafter.advanced))  # nothing was learned of it
@@ -156,7 +156,7 @@ class Shuffled:
 def test_any_order_of_fused_trees_gives_the_text_of_plain_decoding(target, tmp_path, ahead, params):
     """With the draft head, without it, and plain passes in turn: no pair is lost or left out."""
     engine = Engine(target, 512) if ahead is None else captured_engine(target, 512, ahead)
-    engine.use(fused_drafter(target, tmp_path / "costs.json"))
+    engine.use(tuned_fused(target, tmp_path / "costs.json"))
     turn = [FusedShape(2, 2, 6, 6), FusedShape(0, 1, 40, 40), FusedShape(0, 1, 4, 4), None]
     policy = engine.drafter.policy = Shuffled(turn)
     prompt, n = [5, 6, 7, 8] * 6, 150

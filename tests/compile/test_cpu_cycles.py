@@ -17,7 +17,6 @@ from fasteagle.compile.cycles import CycleCompiler
 from fasteagle.decoding.launch import End
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.eagle import EagleDrafter
-from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.drafting.lookup import Corpus, Lookup
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.drafting.static_tree import StaticTreeDrafter
@@ -29,7 +28,7 @@ from fasteagle.model import KVCache, Transformer
 from fasteagle.options import SamplingParams
 from fasteagle.quant.scheme import Scheme
 from fasteagle.shapes import GatedChain, TreeShape
-from helpers import Even, eagle3_of, random_head, tiny_config
+from helpers import Even, eagle3_of, fused_drafter, random_head, tiny_config
 from native_models import SHAPE, native_target
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
@@ -92,7 +91,7 @@ def drafter_of(target: Transformer, name: str) -> Drafter | None:
             made = NgramDrafter(lookup=lookup)
             made.shape = GatedChain(REACH)
         case ["fused", algorithm]:
-            made = FusedDrafter(head_of(target, algorithm), GatedChain(REACH), 512, lookup=lookup)
+            made = fused_drafter(head_of(target, algorithm), GatedChain(REACH), 512, lookup=lookup)
         case [algorithm]:
             made = EagleDrafter(head_of(target, algorithm), GatedChain(REACH), 512)
     made.fixed_thresholds = Thresholds((0.02,) * 8, (0.03,) * 8)
@@ -253,10 +252,10 @@ def test_pairs_wait_while_the_head_pauses(target, monkeypatch):
         if alone:
             one_by_one(monkeypatch)
         drafter = drafter_of(target, "fused eagle3")
-        monkeypatch.setattr(FusedDrafter, "head_gain", None)
+        monkeypatch.setattr(EagleDrafter, "head_gain", None)
         engine = engine_of(target, drafter)
         text = flat(chunks_of(engine, n=340))
-        monkeypatch.setattr(FusedDrafter, "head_gain", 0.0)
+        monkeypatch.setattr(EagleDrafter, "head_gain", 0.0)
         more = flat(chunks_of(engine, n=30, prompt=[1, 2, 3, *text]))
         made.append((text, more, engine.stats.path_lengths, engine.shown))
     assert made[0] == made[1]
@@ -270,10 +269,10 @@ def test_a_cycle_after_a_pause_reads_few_pairs(target, monkeypatch):
         done = run(cycles, how, texts, ends, n)
         counts.append((int(texts[0].state.count), [one.extended for one in done[0]]))
         if len(counts) == 20:
-            monkeypatch.setattr(FusedDrafter, "head_gain", 0.0)
+            monkeypatch.setattr(EagleDrafter, "head_gain", 0.0)
         return done
 
-    monkeypatch.setattr(FusedDrafter, "head_gain", None)
+    monkeypatch.setattr(EagleDrafter, "head_gain", None)
     monkeypatch.setattr(NativeCycles, "run", counted)
     engine = engine_of(target, drafter_of(target, "fused eagle3"))
     shown, show = [], Engine._show_pending

@@ -17,7 +17,6 @@ from fasteagle.compile.measurement import Measurement
 from fasteagle.drafting.base import Tuning
 from fasteagle.drafting.costs import Costs
 from fasteagle.drafting.eagle import EagleDrafter
-from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.drafting.ladder import DEFAULT_RANKS
 from fasteagle.drafting.lookup import LONGEST_MATCH, Corpus, Lookup
 from fasteagle.drafting.ngram import NgramDrafter
@@ -27,7 +26,7 @@ from fasteagle.generate import Engine
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import GatedChain, TreeShape
-from helpers import empty_state, generated, spec_of, tiny_config
+from helpers import empty_state, fused_drafter, generated, spec_of, tiny_config
 from native_models import SHAPE, native_head, native_target
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
@@ -86,7 +85,7 @@ def test_unlikely_tokens_are_left_out():
 
 def fused(target, corpus=None, reach=REACH):
     head = native_head(target, draft_ids=torch.arange(0, 60, 2))
-    return FusedDrafter(head, GatedChain(reach), 256, lookup=Lookup(corpus=corpus))
+    return fused_drafter(head, GatedChain(reach), 256, lookup=Lookup(corpus=corpus))
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +226,7 @@ def test_a_chain_that_promises_no_more_than_the_head_is_left_to_it(target, monke
     def copied(text: list[int], head_gain: float | None) -> list[int] | None:
         state.text[: len(text)] = torch.tensor(text)
         state.seq_len.fill_(len(text) - 1)
-        monkeypatch.setattr(FusedDrafter, "head_gain", head_gain)
+        monkeypatch.setattr(EagleDrafter, "head_gain", head_gain)
         tokens = look_up(state, drafter, REACH)
         return None if tokens is None else tokens.tolist()
 

@@ -12,13 +12,12 @@ import torch
 from fasteagle.compile.cuda_draft import CudaDraft
 from fasteagle.decoding.launch import Launch
 from fasteagle.drafting.eagle import EagleDrafter
-from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.quant.scheme import Scheme
 from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import FusedShape, GatedChain, TreeShape
 from fasteagle.tree import Pool
-from helpers import random_head, spec_of
+from helpers import fused_drafter, random_head, spec_of
 from interleaved_models import KernelBackend, pack_, pack_lm_head_, packed_target
 
 
@@ -57,7 +56,7 @@ def test_which_cycles_draft_together():
     model, _ = packed_target(vocab_size=64)
     head, other = (random_head(model, seed=seed) for seed in (1, 2))
     draft, drawn = CudaDraft(head), SamplingMode(greedy=False)
-    drafter = FusedDrafter(head, FusedShape(2, 2, 4, 4), 128)
+    drafter = fused_drafter(head, FusedShape(2, 2, 4, 4), 128)
 
     def variant(shape=drafter.shape, kind=drawn, drafter=drafter):
         return draft._variant(Launch(spec_of(shape, 3, kind), drafter, None))
@@ -67,7 +66,7 @@ def test_which_cycles_draft_together():
     assert variant(shape=TreeShape(2, 2, 4)) == usual
     assert variant(shape=FusedShape(0, 1, 4, 4)) is None, "looks up alone"
     assert variant(shape=GatedChain(4)) is None and variant(drafter=NgramDrafter()) is None
-    assert variant(drafter=FusedDrafter(other, drafter.shape, 128)) is None
+    assert variant(drafter=fused_drafter(other, drafter.shape, 128)) is None
     drafter.noise = "none"
     assert variant() == greedy
 

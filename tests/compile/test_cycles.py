@@ -9,7 +9,6 @@ from fasteagle.compile.backend import choose_backend
 from fasteagle.compile.blocks import missing_compiler
 from fasteagle.decoding.backend import Backend
 from fasteagle.drafting.eagle import EagleDrafter
-from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.drafting.lookup import Lookup
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.drafting.static_tree import StaticTreeDrafter
@@ -23,6 +22,7 @@ from helpers import (
     PROMPT,
     captured_engine,
     eagle3_of,
+    fused_drafter,
     generated,
     random_head,
     random_target,
@@ -51,8 +51,8 @@ def drafters(head, max_seq_len=256):
         EagleDrafter(head, TreeShape(4, 2, 10), max_seq_len),
         StaticTreeDrafter(head, max_seq_len),
         NgramDrafter(4, Lookup(device=head.fc.weight.device)),
-        FusedDrafter(head, FusedShape(3, 3, 9, 8), max_seq_len),
-        FusedDrafter(head, FusedShape(0, 1, 8, 8), max_seq_len),
+        fused_drafter(head, FusedShape(3, 3, 9, 8), max_seq_len),
+        fused_drafter(head, FusedShape(0, 1, 8, 8), max_seq_len),
     ]
 
 

@@ -15,7 +15,6 @@ from device_checks import check_blocks, check_step_of_head, close
 from fasteagle.compile import cuda_backend, cuda_blocks, proof
 from fasteagle.compile.int8_cache import dense_rows
 from fasteagle.compile.kernels import block_kernels, gate_kernels
-from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.generate import Engine
 from fasteagle.loading import source
 from fasteagle.loading.open import open_model
@@ -25,7 +24,7 @@ from fasteagle.quant import kernels as quant_kernels
 from fasteagle.quant.cuda_linear import InterleavedLinear
 from fasteagle.quant.scheme import Scheme
 from fasteagle.shapes import FusedShape
-from helpers import eagle3_of, random_head, rest_slow, save_tiny
+from helpers import eagle3_of, fused_drafter, random_head, rest_slow, save_tiny
 from interleaved_models import (
     CONFIGS,
     SEQ_LEN,
@@ -319,7 +318,7 @@ def test_what_operators_declare(monkeypatch):
     """What they write, what they return, and the same of fake tensors."""
     target, _ = packed_target("gqa", n_layer=1, vocab_size=64)
     head, _ = packed_head(random_head(target, eagle3=eagle3_of("eagle3", target.config)))
-    drafter = FusedDrafter(head, FusedShape(2, 3, 5, 4), 128)
+    drafter = fused_drafter(head, FusedShape(2, 3, 5, 4), 128)
     engine = Engine(target, 128, drafter=drafter, backend=KernelBackend(target))
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # else no operator is called
     with Recording() as recording:

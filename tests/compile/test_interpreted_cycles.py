@@ -7,11 +7,10 @@ import torch
 
 from fasteagle.decoding.cycle import Pieces
 from fasteagle.drafting.eagle import EagleDrafter
-from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.generate import Engine
 from fasteagle.options import SamplingParams
 from fasteagle.shapes import FusedShape, TreeShape
-from helpers import Even, eagle3_of, generated, random_head, rest_slow
+from helpers import Even, eagle3_of, fused_drafter, generated, random_head, rest_slow
 from interleaved_models import KernelBackend, pack_lm_head_, packed_head, packed_target
 
 PROMPT = [5, 6, 7, 8] * 15  # rows of a tree go on in a second block of keys
@@ -34,7 +33,7 @@ def made(algorithm: str, shape, kv: str = "auto", name: str = "gqa"):
     target, _ = packed_target(name, n_layer=1, vocab_size=64)
     pack_lm_head_(target)
     head, _ = packed_head(random_head(target, eagle3=eagle3_of(algorithm, target.config)))
-    drafting = FusedDrafter if shape is FUSED else EagleDrafter
+    drafting = fused_drafter if shape is FUSED else EagleDrafter
     return KernelBackend(target, kv), lambda: drafting(head, shape, 128)
 
 

@@ -10,11 +10,17 @@ from fasteagle.compile import cuda_ops
 from fasteagle.compile.kernels import draft_kernels
 from fasteagle.compile.precompile import collecting, run_trees
 from fasteagle.drafting.base import DraftOps, top_children
-from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import FusedShape
 from fasteagle.tree import chain, relations, rerank
-from helpers import captured_engine, random_head, random_target, rest_slow, tiny_config
+from helpers import (
+    captured_engine,
+    fused_drafter,
+    random_head,
+    random_target,
+    rest_slow,
+    tiny_config,
+)
 
 pytestmark = pytest.mark.usefixtures("kernels_on_cpu")
 
@@ -44,7 +50,7 @@ def test_kernels_that_run_read_nothing_that_others_should_have_written(kernels_o
     """Of two trees one may have a kernel that is compiled, behind another one that is not."""
     target = random_target(tiny_config())
     engine = captured_engine(target, 256)
-    engine.use(FusedDrafter(random_head(target), FusedShape(4, 3, 8, 8), 256))
+    engine.use(fused_drafter(random_head(target), FusedShape(4, 3, 8, 8), 256))
     ops = cuda_ops.top_children, cuda_ops.rerank, None, cuda_ops.look_up, cuda_ops.fuse
     engine.drafter.run_by(DraftOps(*ops))
 

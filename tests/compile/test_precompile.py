@@ -33,7 +33,6 @@ from fasteagle.compile.precompile import (
 from fasteagle.decoding.runner import Runner
 from fasteagle.drafting.base import DraftOps
 from fasteagle.drafting.eagle import EagleDrafter
-from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.generate import Engine
 from fasteagle.llm import open_llm
 from fasteagle.model import Target
@@ -42,7 +41,7 @@ from fasteagle.quant import interleaved, kernels, packed
 from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import FusedShape, TreeShape
 from fasteagle.tree import relations, rerank
-from helpers import captured_engine, random_head, random_target, tiny_config
+from helpers import captured_engine, fused_drafter, random_head, random_target, tiny_config
 from tree_problems import by_kernels, problem
 
 DEVICE = 99  # no real one's number: Triton keeps binders by device
@@ -158,7 +157,7 @@ def test_kernels_of_drafting_and_committing_are_among_them(small_kernels):
     target = random_target(tiny_config())
     engine = captured_engine(target, 256)
     shape = FusedShape(3, 3, 8, 3)
-    engine.use(FusedDrafter(random_head(target), shape, 256))
+    engine.use(fused_drafter(random_head(target), shape, 256))
     drafter, state = engine.drafter, engine.state
     drafter.run_by(small_kernels)
     specs = [engine.spec(shape, SamplingMode()) for shape in (None, shape)]
@@ -185,7 +184,7 @@ def test_the_rows_and_candidates_of_cycles_to_come(monkeypatch):
     """A level of a tree, new pairs and the end of a prompt; all that a lookup may add to a tree."""
     target = random_target(tiny_config())
     engine = captured_engine(target, 256)
-    engine.use(FusedDrafter(random_head(target), FusedShape(2, 3, 6, 5), 256))
+    engine.use(fused_drafter(random_head(target), FusedShape(2, 3, 6, 5), 256))
     drafter, reranked, rows = engine.drafter, [], []
     drafter.run_by(DraftOps(rerank=lambda pool, root, n: reranked.append(len(pool.tokens))))
     zeros = lambda drafter, T: rows.append(T) or torch.zeros(T, 64)  # noqa: E731

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from fasteagle.drafting.eagle import EagleDrafter
-from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.drafting.lookup import NOTHING, Corpus, Lookup
 from fasteagle.errors import FasteagleError
 from fasteagle.options import SamplingParams
@@ -16,7 +15,15 @@ from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import MAX_REACH, FusedShape, GatedChain, TreeShape, shape_of
 from fasteagle.state import CycleSpec
 from fasteagle.tree import HEAD, LOOKUP, Pool, ancestor_mask, fuse, rerank
-from helpers import eagle3_of, empty_state, pairs, random_head, random_target, tiny_config
+from helpers import (
+    eagle3_of,
+    empty_state,
+    fused_drafter,
+    pairs,
+    random_head,
+    random_target,
+    tiny_config,
+)
 
 X = NOTHING
 BOTH = HEAD + LOOKUP
@@ -93,7 +100,7 @@ def test_ties_keep_parents_before_children():
 
 def test_trees_of_more_nodes_than_both_sources_yield_are_refused():
     head = random_head(random_target(tiny_config()))
-    drafter = FusedDrafter(head, FusedShape(2, 2, 5, 4), 128)
+    drafter = fused_drafter(head, FusedShape(2, 2, 5, 4), 128)
     assert drafter.resized(6 + MAX_REACH).shape.reach == MAX_REACH
     with pytest.raises(FasteagleError, match="its trees have at most 69 nodes"):
         drafter.resized(7 + MAX_REACH)
@@ -187,7 +194,7 @@ def test_without_a_repetition_the_tree_is_eagles(target, head):
     text = list(range(3, 20))
     eagle, both = (
         EagleDrafter(head, TreeShape(3, 3, 8), 512),
-        FusedDrafter(head, FusedShape(3, 3, 8, 8), 512),
+        fused_drafter(head, FusedShape(3, 3, 8, 8), 512),
     )
     trees = []
     for drafter in (eagle, both):
@@ -200,7 +207,7 @@ def test_without_a_repetition_the_tree_is_eagles(target, head):
 
 @torch.no_grad()
 def test_a_long_repetition_is_copied_below_eagles_leaves(target, head):
-    drafter = FusedDrafter(head, FusedShape(2, 2, 10, 8), 512)
+    drafter = fused_drafter(head, FusedShape(2, 2, 10, 8), 512)
     text = [*range(3, 30), *range(3, 13)]
     state, prediction = begun(target, drafter, text)
     tree = drafter.propose(prediction, state, CycleSpec(drafter.shape, 3, SamplingMode()))
@@ -212,7 +219,7 @@ def test_a_long_repetition_is_copied_below_eagles_leaves(target, head):
 
 @torch.no_grad()
 def test_what_followed_teaches_the_table(target, head):
-    drafter = FusedDrafter(head, FusedShape(0, 1, 8, 8), 512)
+    drafter = fused_drafter(head, FusedShape(0, 1, 8, 8), 512)
     text = [*range(3, 30), *range(3, 13)]
     state, _ = begun(target, drafter, text)
     spec = CycleSpec(drafter.shape, 1, SamplingMode())
@@ -233,7 +240,7 @@ def test_what_followed_teaches_the_table(target, head):
 @torch.no_grad()
 def test_a_corpus_is_looked_up_too(target, head):
     corpus = Corpus([[40, 41, 42, 43, 44, 45, 46]], "cpu")
-    drafter = FusedDrafter(head, FusedShape(2, 2, 10, 8), 512, lookup=Lookup(corpus=corpus))
+    drafter = fused_drafter(head, FusedShape(2, 2, 10, 8), 512, lookup=Lookup(corpus=corpus))
     state, prediction = begun(target, drafter, [1, 2, 40, 41, 42])
     tree = drafter.propose(prediction, state, CycleSpec(drafter.shape, 3, SamplingMode()))
     assert (43, 44, 45, 46) in as_paths(tree)
@@ -266,8 +273,8 @@ def test_the_longest_path_of_a_shape():
 
 
 def test_other_numbers_of_nodes(head):
-    drafter = FusedDrafter(head, FusedShape(3, 3, 8, 8), 512)
-    chains = FusedDrafter(head, GatedChain(16), 512)
+    drafter = fused_drafter(head, FusedShape(3, 3, 8, 8), 512)
+    chains = fused_drafter(head, GatedChain(16), 512)
     for nodes in (1, 2, 8, 16, 30, 60):
         assert drafter.resized(nodes).shape.nodes == nodes
         assert chains.resized(nodes).shape.nodes == nodes

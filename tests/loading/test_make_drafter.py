@@ -9,7 +9,6 @@ import torch
 
 from fasteagle.decoding.backend import Backend
 from fasteagle.drafting.eagle import EagleDrafter
-from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.drafting.static_tree import StaticTreeDrafter
 from fasteagle.errors import FasteagleError
@@ -65,14 +64,16 @@ def test_without_a_head_the_context_is_searched(model, checkpoint):
         ({"drafter": "eagle-chain", "tree_depth": 4}, EagleDrafter, 5),
         ({"drafter": "eagle-static"}, StaticTreeDrafter, 26),
         ({"drafter": "eagle-chain", "verify": "multi-round"}, StaticTreeDrafter, None),
-        ({"lookup_depth": 24}, FusedDrafter, 25),
-        ({"drafter": "fused"}, FusedDrafter, 9),
-        ({"drafter": "fused", "lookup_depth": 24, "tree_nodes": 5}, FusedDrafter, 6),
+        ({"lookup_depth": 24}, EagleDrafter, 25),
+        ({"drafter": "fused"}, EagleDrafter, 9),
+        ({"drafter": "fused", "lookup_depth": 24, "tree_nodes": 5}, EagleDrafter, 6),
     ],
 )
 def test_every_kind_of_drafter(model, checkpoint, head_dir, options, kind, rows):
     drafter, said = drafter_for(model, checkpoint, head=str(head_dir), **options)
     assert isinstance(drafter, kind) and (rows is None or drafter.shape.rows == rows)
+    fused = "lookup_depth" in options or options.get("drafter") == "fused"
+    assert (drafter.lookup is not None) == (drafter.name == "fused") == fused
     assert len(said) == 1 and said[0].startswith(f"draft head {head_dir}: {drafter.name}")
 
 
@@ -121,7 +122,7 @@ def test_chains_on_cpus_copy_as_far_as_asked(monkeypatch, head, model, checkpoin
     monkeypatch.setattr(drafters, "can_draft", lambda head: True)
     options = DraftOptions(lookup_depth=reach)
     drafter = drafters.tree_drafter(head, options, 256, True, native=True)
-    assert isinstance(drafter, FusedDrafter) and drafter.shape == GatedChain(reach or 16)
+    assert drafter.lookup is not None and drafter.shape == GatedChain(reach or 16)
     ngram, _ = drafter_for(model, checkpoint, "cpu", drafter="ngram", lookup_depth=reach)
     assert ngram.shape == drafter.shape and ngram.tuning is not None
     assert ("chain" in ngram.tuning.path.stem) and ("chain31" in ngram.tuning.path.stem) == (
