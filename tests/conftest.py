@@ -20,9 +20,21 @@ from fasteagle.compile import blocks, measurement, precompile
 from fasteagle.loading import open as opening
 from fasteagle.loading import registry
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
+from fasteagle.loading.heads.write import save_head
+from fasteagle.loading.tensors import fingerprint
 from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.options import DEFAULT_MODEL
-from helpers import SCRIPTS, invoke, random_target, save_tiny, tiny_config, write_questions
+from helpers import (
+    SCRIPTS,
+    eagle3_of,
+    forbid,
+    invoke,
+    random_head,
+    random_target,
+    save_tiny,
+    tiny_config,
+    write_questions,
+)
 from hub_cache import forbid
 
 
@@ -115,6 +127,18 @@ def checkpoint(tiny_dir: Path):
 def model(checkpoint):
     """The tiny model in fp32, for texts of up to 512 tokens; do not write into it."""
     return load_model(checkpoint, dtype=torch.float32, device="cpu", max_seq_len=512)
+
+
+@pytest.fixture(scope="session")
+def head_dirs(checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Draft heads `eagle1` and `eagle3` of the tiny model; do not write into them."""
+    target = load_model(checkpoint, dtype=torch.float32, device="cpu", max_seq_len=64)
+    folder, identity = tmp_path_factory.mktemp("heads"), fingerprint(checkpoint)
+    for kind in ("eagle1", "eagle3"):
+        eagle3 = eagle3_of(kind, target.config)
+        head = random_head(target, rope_scaling=None, rope_base=10000.0, eagle3=eagle3)
+        save_head(folder / kind, head, {"target_fingerprint": identity}, torch.float32)
+    return folder
 
 
 @pytest.fixture(scope="session")

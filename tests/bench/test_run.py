@@ -20,12 +20,10 @@ from fasteagle.bench.rows import LLMDecoder
 from fasteagle.bench.run import run
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import open_checkpoint
-from fasteagle.loading.heads.write import save_head
 from fasteagle.loading.open import open_model
 from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.options import DraftOptions, RuntimeOptions
 from fasteagle.prompts import read_questions
-from helpers import random_head
 
 CPU = RuntimeOptions(device="cpu")
 
@@ -98,16 +96,13 @@ def test_hf_and_plain_give_the_same_greedy_tokens_in_fp32(tiny_dir, questions, m
     assert sum(parts) == pytest.approx(1e3 / plain["tok_s"], rel=0.01)  # a token a cycle
 
 
-def test_every_row_drafts_what_it_says(tiny_dir, questions, tmp_path, capsys):
+def test_every_row_drafts_what_it_says(
+    tiny_dir, checkpoint, head_dirs, questions, tmp_path, capsys
+):
     """All rows answer alike in fp32; drafted ones report acceptance and the parts of a cycle."""
-    from fasteagle.loading.checkpoint import load_model
-
-    checkpoint = open_checkpoint(tiny_dir)
-    model = load_model(checkpoint, dtype=torch.float32, device="cpu", max_seq_len=64)
-    head = random_head(model, rope_scaling=None, rope_base=10000.0)
-    save_head(tmp_path / "head", head, {}, torch.float32)
-    save_medusa(tmp_path / "medusa", MedusaHeads(model.config.dim), ((0.1,) * RANKS,) * HEADS)
-    draft = DraftOptions(head=str(tmp_path / "head"), draft_model=str(tiny_dir))
+    medusa = MedusaHeads(checkpoint.config.dim)
+    save_medusa(tmp_path / "medusa", medusa, ((0.1,) * RANKS,) * HEADS)
+    draft = DraftOptions(head=str(head_dirs / "eagle1"), draft_model=str(tiny_dir))
     report = measure(tiny_dir, questions, rows=ROW_NAMES, draft=draft, medusa=tmp_path / "medusa")
     rows = {row["name"]: row for row in report["rows"]}
     assert list(rows) == [name for name in ROW_NAMES if name != "gpt-fast"], "which is int4 only"
@@ -136,7 +131,7 @@ def test_every_row_drafts_what_it_says(tiny_dir, questions, tmp_path, capsys):
     assert "| 3, 3, 8 |" in table and "| 5, -, 25 |" in table and "simulated" not in table
     # A tree from a file is the static row's alone.
     (tmp_path / "tree.json").write_text("[[0], [1]]")
-    draft = DraftOptions(head=str(tmp_path / "head"), tree_file=str(tmp_path / "tree.json"))
+    draft = DraftOptions(head=str(head_dirs / "eagle1"), tree_file=str(tmp_path / "tree.json"))
     report = measure(tiny_dir, questions, rows=("eagle", "eagle-static", "ngram"), draft=draft)
     for row in report["rows"]:
         assert row["outputs"] == rows["plain"]["outputs"], row["name"]

@@ -8,18 +8,14 @@ from __future__ import annotations
 import builtins
 
 import pytest
-import torch
 from click.testing import _NamedTextIOWrapper
 
 from fasteagle.compile import graphs
 from fasteagle.decoding.backend import Backend
 from fasteagle.decoding.runner import Runner
 from fasteagle.loading import open as opening
-from fasteagle.loading.checkpoint import load_model, open_checkpoint
-from fasteagle.loading.heads.write import save_head
-from fasteagle.loading.tensors import fingerprint
 from fasteagle.model import Target, Transformer
-from helpers import eagle3_of, invoke, random_head
+from helpers import invoke
 from replaying import FakeGraphs
 
 
@@ -61,20 +57,6 @@ def counts(monkeypatch):
     monkeypatch.setattr(graphs.CapturedRunner, "launch", counted_launch)
     monkeypatch.setattr(Runner, "run", unreplayed)
     return totals
-
-
-@pytest.fixture(scope="module")
-def head_dirs(tiny_dir, tmp_path_factory):
-    """Draft heads of both kinds."""
-    checkpoint = open_checkpoint(tiny_dir)
-    target = load_model(checkpoint, dtype=torch.float32, device="cpu", max_seq_len=64)
-    folder = tmp_path_factory.mktemp("heads")
-    for kind in ("eagle1", "eagle3"):
-        eagle3 = eagle3_of(kind, target.config)
-        head = random_head(target, rope_scaling=None, rope_base=10000.0, eagle3=eagle3)
-        header = {"target_fingerprint": fingerprint(checkpoint)}
-        save_head(folder / kind, head, header, torch.float32)
-    return folder
 
 
 def prompt_option(run, monkeypatch):

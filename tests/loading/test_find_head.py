@@ -15,7 +15,6 @@ from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.entries import EAGLE3
 from fasteagle.loading.heads.find import find_head, may_find_head
 from fasteagle.loading.heads.read import with_vocabulary
-from fasteagle.loading.heads.write import save_head
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.paths import cache_dir
 from head_folders import official_files
@@ -29,11 +28,6 @@ def empty_head(folder: Path) -> Path:
     (folder / "config.json").write_text("{}")
     (folder / "pytorch_model.bin").write_bytes(b"x")
     return folder
-
-
-@pytest.fixture(scope="module")
-def head(model):
-    return random_head(model, rope_scaling=None, rope_base=10000.0)
 
 
 def test_search_order(tmp_path, monkeypatch, hub_cache):
@@ -101,12 +95,12 @@ def test_chat_by_name_finds_target_and_published_head(name, tmp_path, hub_cache)
 
 
 def test_a_shipped_head_is_found_for_the_same_weights_under_another_name(
-    tmp_path, monkeypatch, head, checkpoint
+    tmp_path, monkeypatch, head_dirs, checkpoint
 ):
     identity = fingerprint(checkpoint)
     monkeypatch.setattr(resources, "files", lambda package: tmp_path)
     folder = tmp_path / "data" / "heads" / "famous-model"
-    save_head(folder, head, {"target_fingerprint": identity}, torch.float32)
+    shutil.copytree(head_dirs / "eagle1", folder)
     files = find_head(None, str(tmp_path / "copy.gguf"), identity)
     assert files is not None and files.path == folder
     assert find_head(None, str(tmp_path / "copy.gguf"), "0" * 64) is None
@@ -127,7 +121,8 @@ def test_fingerprint_is_of_the_stored_values(tiny_dir, tmp_path):
     assert fingerprint(open_checkpoint(same)) != first
 
 
-def test_vocabulary_can_be_changed_without_touching_the_weights(head):
+def test_vocabulary_can_be_changed_without_touching_the_weights(model):
+    head = random_head(model)
     ids = torch.arange(0, 260, 5)
     changed = with_vocabulary(head, ids)
     assert torch.equal(changed.target_ids(), ids)

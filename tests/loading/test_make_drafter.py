@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 
 import pytest
 import torch
@@ -26,16 +27,10 @@ from helpers import eagle3_of, generated, invoke, random_head
 from hub_cache import forbid
 
 
-@pytest.fixture(scope="module")
-def head(model):
-    return random_head(model, rope_scaling=None, rope_base=10000.0)
-
-
 @pytest.fixture
-def head_dir(head, checkpoint, tmp_path):
-    header = {"target_fingerprint": fingerprint(checkpoint), "algorithm": "eagle1"}
-    save_head(tmp_path / "head", head, header, torch.float32)
-    return tmp_path / "head"
+def head_dir(head_dirs, tmp_path):
+    """A draft head that a test may change."""
+    return shutil.copytree(head_dirs / "eagle1", tmp_path / "head")
 
 
 def drafter_for(model, checkpoint, backend="eager", **options):
@@ -118,8 +113,9 @@ def test_no_token_beyond_the_targets_vocabulary_is_quoted(model, checkpoint):
 
 
 @pytest.mark.parametrize("reach", [None, 1, 31])
-def test_chains_on_cpus_copy_as_far_as_asked(monkeypatch, head, model, checkpoint, reach):
+def test_chains_on_cpus_copy_as_far_as_asked(monkeypatch, model, checkpoint, reach):
     monkeypatch.setattr(drafters, "can_draft", lambda head: True)
+    head = random_head(model)
     options = DraftOptions(lookup_depth=reach)
     drafter = drafters.tree_drafter(head, options, 256, True, native=True)
     assert drafter.lookup is not None and drafter.shape == GatedChain(reach or 16)
