@@ -10,7 +10,8 @@ import torch
 from fasteagle.bench.hf import HFDecoder, hf_config
 from fasteagle.bench.row_spec import LOOKUP_TOKENS
 from fasteagle.config import Llama3RopeScaling
-from fasteagle.config_hf import from_hf
+from fasteagle.config_hf import ERNIE, from_hf
+from fasteagle.errors import FasteagleError
 from fasteagle.options import SamplingParams
 from helpers import tiny_config
 
@@ -30,6 +31,11 @@ from helpers import tiny_config
 def test_transformers_gets_the_whole_config(options):
     config = tiny_config(**options)
     assert from_hf(hf_config(config).to_dict(), "config.json") == config
+
+
+def test_query_and_key_rows_in_pairs_are_refused():
+    with pytest.raises(FasteagleError, match="not Ernie-4.5: leave them out"):
+        hf_config(tiny_config(architecture=ERNIE))
 
 
 class Model:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fasteagle.bench.hf import hf_config
-from fasteagle.config_hf import ERNIE
-from fasteagle.errors import FasteagleError
 from fasteagle.loading.rope_order import HalvedCheckpoint, rope_order
 from fasteagle.loading.tensors import DummyCheckpoint
 from fasteagle.quant.params import quantize_weight
@@ -47,8 +44,3 @@ def test_all_ways_to_read_a_weight_agree(name, n_head):
     start = halved.start(name, 70).flatten()
     assert len(start) >= 70 and torch.equal(start, expected.flatten()[: len(start)])
     assert halved.shape(name) == inner.shape(name) and halved.names() == inner.names()
-
-
-def test_a_row_of_transformers_is_refused():
-    with pytest.raises(FasteagleError, match="not Ernie-4.5: leave them out"):
-        hf_config(tiny_config(architecture=ERNIE))
