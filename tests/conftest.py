@@ -27,7 +27,6 @@ from fasteagle.options import DEFAULT_MODEL
 from helpers import (
     SCRIPTS,
     eagle3_of,
-    forbid,
     invoke,
     random_head,
     random_target,

@@ -62,3 +62,29 @@ def cpu_kernels() -> None:
     from fasteagle.quant import cpu_build
 
     cpu_build.load()
+
+
+@pytest.fixture
+def any_time(monkeypatch):
+    """Calls have as many cycles as they may, on a loud machine too."""
+    from fasteagle.compile import cpu_cycles
+
+    monkeypatch.setattr(cpu_cycles, "CALL_MS", 1e9)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Numbers of cycles that calls have run."""
+    from fasteagle.compile.cpu_cycles import NativeCycles
+
+    sizes, run = [], NativeCycles.run
+
+    def counted(*how):
+        done, alone = run(*how), len(how[2]) == 1
+        sizes.append(len(done[0]))
+        for one in (one for own in done for one in own):
+            assert one.alone == alone == (one.verify_seconds is not None), "a time of its own"
+        return done
+
+    monkeypatch.setattr(NativeCycles, "run", counted)
+    return sizes

@@ -8,14 +8,7 @@ import json
 import pytest
 
 from fasteagle.drafting.costs import Costs, Times
-from fasteagle.drafting.ladder import (
-    DEFAULT_RANKS,
-    NGRAM_RANKS,
-    chance,
-    expected_of_head,
-    ladder,
-    ranks_of,
-)
+from fasteagle.drafting.ladder import NGRAM_RANKS, ranks_of
 from fasteagle.drafting.pauses import (
     BLOCK,
     FEWEST,
@@ -28,7 +21,7 @@ from fasteagle.drafting.pauses import (
 from fasteagle.drafting.policy import LOOKED_UP, LOOKED_UP_ROW, REACH, Outcome, Policy, name
 from fasteagle.drafting.thresholds import Honesty
 from fasteagle.shapes import FusedShape, GatedChain, TreeShape
-from helpers import ROWS, costs
+from helpers import costs
 from simulated_machine import CHAIN, QUIET, SLOW, Machine, SharedCache, policy_of
 
 
@@ -319,26 +312,6 @@ def test_an_outcome_of_a_shape_that_is_gone_counts_for_none():
     assert policy.expectations() == before and policy.used[other] == 1
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_ladder_has_few_sizes_that_fit_what_was_timed(fused):
-    shape = FusedShape(3, 3, 8, 8) if fused else TreeShape(3, 3, 8)
-    flat = dataclasses.replace(costs(dict.fromkeys(ROWS, 10.0), level=0.1), lookup=0.1)
-    sizes = [ladder(table, DEFAULT_RANKS, shape, 8) for table in (costs(), flat)]
-    for some in sizes:
-        assert 1 <= len(some) <= 5 and len(set(some)) == len(some)
-        assert all(size.rows <= max(ROWS) for size in some)
-        assert fused == any(isinstance(size, FusedShape) and not size.levels for size in some)
-    assert max(s.rows for s in sizes[1]) > max(s.rows for s in sizes[0] if s.depth < 7)
-    assert all(size.topk <= 2 for size in ladder(costs(), DEFAULT_RANKS, TreeShape(2, 2, 4), 2))
-
-
-def test_a_drafter_without_a_head_has_chains_of_looked_up_tokens():
-    table = Costs({1: 3.0, 2: 3.1, 8: 4.0}, {}, {}, 0.1, 0.1, 0.1)
-    sizes = ladder(table, NGRAM_RANKS, TreeShape(7, 1, 7), 0)
-    assert sizes == [TreeShape(3, 1, 3), TreeShape(7, 1, 7)]
-    assert ladder(SLOW, DEFAULT_RANKS, CHAIN, 8) == [CHAIN]
-
-
 def test_a_text_that_repeats_raises_what_all_looked_up_chains_promise():
     shapes = [TreeShape(3, 1, 3), TreeShape(7, 1, 7)]
     table = Costs({1: 3.0, 2: 3.1, 8: 4.0}, {}, {}, 0.1, 0.1, 0.1)
@@ -355,18 +328,6 @@ def test_a_head_that_was_never_right_on_held_out_text_still_drafts(shape):
     policy = Policy(QUIET, ranks, [shape], head=True, lookup=False)
     policy.learn(shape, Outcome(1, 0, 3, True, ms=5.0))
     assert policy.factor > 1
-
-
-def test_what_a_tree_is_expected_to_bring():
-    """By hand: two levels of two nodes, every path's probability."""
-    ranks = ((0.5, 0.2), (0.6, 0.1))
-    paths = [0.5, 0.2, 0.5 * 0.6, 0.5 * 0.1, 0.2 * 0.6, 0.2 * 0.1]
-    for nodes in range(2, 7):
-        expected = sum(sorted(paths, reverse=True)[:nodes])
-        assert expected_of_head(TreeShape(2, 2, nodes), ranks, 1.0) == pytest.approx(expected)
-    assert chance(ranks, 1, 0, 2.0) == pytest.approx(0.97 * 0.5 / 0.7)  # no more than there is
-    assert chance(ranks, 9, 3, 1.0) == pytest.approx(0.1 * 0.7**2)  # ranks and levels beyond
-    assert ranks_of({"ranks": [[0.5, 0.2]]}) == ((0.5, 0.2),) and ranks_of(None) == DEFAULT_RANKS
 
 
 # Costs
