@@ -19,7 +19,6 @@ from fasteagle.loading.hub import sha256
 from fasteagle.loading.make_drafter import Drafting
 from fasteagle.loading.open import open_model
 from fasteagle.loading.tokenizer import load_tokenizer
-from fasteagle.model import Target
 from fasteagle.options import DEFAULT_MODEL, DraftOptions, RuntimeOptions, SamplingParams
 from fasteagle.prompts import read_questions
 from helpers import fused_drafter, generated, logits_of, rest_slow
@@ -115,8 +114,7 @@ ASKED = [
 
 @pytest.mark.parametrize(("params", "text"), rest_slow(ASKED), ids=str)
 def test_speculation_changes_no_token(checkpoint, model, tokenizer, params, text):
-    """fp32 on the CPU: every drafter, the model itself as the draft model too, against plain."""
-    from fasteagle.drafting.draft_model import ModelDrafter
+    """fp32 on the CPU: every drafter against plain."""
     from fasteagle.drafting.eagle import EagleDrafter
     from fasteagle.drafting.ngram import NgramDrafter
     from fasteagle.drafting.static_tree import StaticTreeDrafter
@@ -134,7 +132,6 @@ def test_speculation_changes_no_token(checkpoint, model, tokenizer, params, text
         StaticTreeDrafter(head, 1024),
         fused_drafter(head, FusedShape(3, 3, 8, 8), 1024),
         fused_drafter(head, FusedShape(0, 1, 8, 8), 1024),
-        ModelDrafter(Target(model), TreeShape(2, 1, 2), 1024, model.config.vocab_size),
         NgramDrafter(),
     ]
     prompt = tokenizer.encode(tokenizer.render([{"role": "user", "content": text}]))
@@ -147,7 +144,7 @@ def test_speculation_changes_no_token(checkpoint, model, tokenizer, params, text
     expected = answer(None)
     for drafter in drafters:
         assert answer(drafter) == expected, (drafter.name, drafter.shape)
-        assert drafter in drafters[-4:] or engine.stats.tau > 1.1
+        assert drafter in drafters[-3:] or engine.stats.tau > 1.1
 
 
 def test_the_shipped_head_belongs_to_the_model(checkpoint):
@@ -224,7 +221,9 @@ def test_a_file_runs_in_its_own_bits_unless_asked():
         assert (prepared.scheme.name if prepared.scheme else None) == scheme
 
 
-@pytest.mark.parametrize("quant", [None, "int8"], ids=["int4", "int8"])
+@pytest.mark.parametrize(
+    "quant", [None, pytest.param("int8", marks=pytest.mark.slow)], ids=["int4", "int8"]
+)
 def test_quantized_speculation_changes_no_bit(quant):
     """Our CPU kernels: rows do not depend on the other rows of a pass."""
     opened = open_model(DEFAULT_MODEL)
@@ -237,8 +236,7 @@ def test_quantized_speculation_changes_no_bit(quant):
         drafting = Drafting(DraftOptions(drafter=name))
         engine.use(drafting.drafter(opened.name, engine, opened.checkpoint, lambda line: None))
         engine.restart()
-        cycles = engine.generate(prompt, SamplingParams(), 32)
-        answers[name] = [token for new in cycles for token in new]
+        answers[name] = generated(engine, 32, prompt)
         assert answers[name] == answers["none"], name
 
 

@@ -80,6 +80,8 @@ def test_the_tokens_and_passes_of_eager_cycles(target, algorithm, ahead, params,
         engine.use(ours)
         assert generated(engine, params=params, n=40) == expected
         assert engine.runner.error is None and engine.runner.replays > engine.stats.passes - 1
+        shapes = [] if ours is None else ours.shapes()
+        assert engine.runner.captured == 1 + len(shapes), "plain, and each tree"
         eager = Engine(target, 256, drafter=theirs)
         assert generated(eager, params=params, n=40) == expected
         # Not just right: the same proposals, accepted in the same passes.
@@ -280,11 +282,10 @@ def eagle(engine, shape=TreeShape(3, 3, 8)):  # noqa: B008
 
 
 class TestReplays:
+    @pytest.mark.gpu  # else see test_the_tokens_and_passes_of_eager_cycles
     @pytest.mark.parametrize("params", DRAWN, ids=str)
     def test_cycles_of_every_drafter_are_the_eager_ones(self, made, params):
         target, engine = made()
-        if engine.on_cpu and params != GREEDY:
-            pytest.skip("see test_the_tokens_and_passes_of_eager_cycles")
         expected = generated(Engine(target, 512), params=params)
         for drafter in drafters(random_head(target), 512):
             engine.use(drafter)
