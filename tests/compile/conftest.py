@@ -1,18 +1,10 @@
-"""Kernels for the tests of what runs them: our C++ ones, and Triton's with one cache a run."""
+"""Kernels for the tests of what runs them: our C++ ones, and Triton's."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 
 MOST_REACHABLE = 40  # tensors of the sequences in one pass
-
-
-@pytest.fixture(scope="session")
-def triton_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of what Triton compiles in this run, apart from the user's cache."""
-    return tmp_path_factory.mktemp("triton")
 
 
 @pytest.fixture

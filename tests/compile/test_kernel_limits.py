@@ -180,11 +180,6 @@ SMALL = {
 }
 
 
-@pytest.fixture(autouse=True)
-def cache(triton_cache, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(triton_cache))
-
-
 def build(kernel, card):
     function, types, constants, options = kernel
     names = function.arg_names

@@ -28,6 +28,7 @@ class Card:
 
     def __init__(self, capability: int = 86) -> None:
         self.capability = capability
+        self.device = 1000 + capability  # Triton keeps what it compiled by device
         self.launches: Counter[str] = Counter()
         self.edit: Callable[[str], str] = lambda ptx: ptx
         # Tensors that kernels may reach by addresses in memory, beside those they are given.
@@ -45,7 +46,7 @@ class Card:
             monkeypatch.setattr(owner, name, self._noting(getattr(owner, name)))
 
     def get_current_device(self) -> int:
-        return 1000 + self.capability  # Triton keeps what it compiled by device
+        return self.device
 
     def get_current_stream(self, device: int) -> int:
         return 0
