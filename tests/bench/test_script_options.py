@@ -9,9 +9,6 @@ import pytest
 from helpers import SCRIPTS, invoke
 
 REFUSED = [
-    ("served_speed", "--limit 0", "'--limit': 0 is not in the range x>=1"),
-    ("served_speed", "--max-new-tokens 1", "1 is not in the range x>=2"),
-    ("served_speed", "--clients 4,0", "clients 0 is out of range: use 1 or more"),
     ("long_prompts", "--out x --count 0", "'--count': 0 is not in the range x>=1"),
     ("long_prompts", "--out x --tokens 0", "'--tokens': 0 is not in the range x>=1"),
     ("long_prompts", "--out /proc/x --model none", "cannot write /proc/x"),
@@ -26,8 +23,6 @@ def test_refused_at_once(name, words, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "none").touch()
     script = importlib.import_module(name)
-    if name == "served_speed":
-        monkeypatch.setattr(script, "server", lambda *a: pytest.fail("a server was started"))
     done = invoke(*words.split(), main=script.main)
     assert done.exit_code == 2 and message in done.stderr, (done.output, done.exception)
     assert done.stderr.count("\n") == 1
