@@ -1,4 +1,4 @@
-"""Speed of this machine's memory and products, measured in about a second.
+"""Speed of this machine's memory, measured in about a second, and peaks of its use.
 
 The best of several runs counts: other work on the machine only ever makes a run slower.
 """
@@ -14,13 +14,13 @@ from pathlib import Path
 
 import torch
 
-from fasteagle.bench.roofline import Device, device_reported_as
+from fasteagle.bench.roofline import device_reported_as
 from fasteagle.device import available_bytes
 
 READ_BYTES = 2**28  # far more than a last-level cache holds
 COPY_BYTES = 2**30
 REPEATS, SECONDS = 5, 0.25  # of each measurement, at least
-MOST_SECONDS = 1.0  # after which fewer repeats are enough: some CPUs multiply bf16 slowly
+MOST_SECONDS = 1.0  # after which fewer repeats are enough
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,21 +59,6 @@ def copy_bandwidth(device: torch.device, n_bytes: int = COPY_BYTES) -> float:
     source = torch.zeros(n_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / _best_seconds(lambda: target.copy_(source), device) / 1e9
-
-
-def matmul_rate(dtype: torch.dtype, device: torch.device) -> float:
-    """Return the TFLOP/s of a square product."""
-    size = 1024 if device.type == "cpu" else 8192
-    a = torch.randn(size, size, device=device).to(dtype)
-    return 2 * size**3 / _best_seconds(lambda: a @ a, device) / 1e12
-
-
-def this_device(device: torch.device, name: str) -> Device:
-    """Return this machine as a `Device` with measured values."""
-    half = matmul_rate(torch.bfloat16, device)
-    full = matmul_rate(torch.float32, device)
-    speed = read_bandwidth() if device.type == "cpu" else copy_bandwidth(device)
-    return Device(f"this machine ({name})", speed, half, half, full)
 
 
 def _best_seconds(work: Callable[[], object], device: torch.device) -> float:

@@ -18,12 +18,12 @@ from collections.abc import Iterable
 
 from fasteagle.config import HeadConfig, ModelConfig, MoEConfig
 from fasteagle.errors import FasteagleError
+from fasteagle.options import RuntimeOptions
 from fasteagle.quant.interleaved import BLOCK_N, Layout, layout_for
-from fasteagle.quant.scheme import Scheme, is_scheme_name, parse_scheme
+from fasteagle.quant.scheme import Scheme, parse_scheme
 from fasteagle.quant.tiling import BY_CAPABILITY, Card, cut_rows, microseconds, tiling, weight_bytes
 from fasteagle.shapes import AnyShape
 
-ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 # Launches of a captured cycle beside products and attention.
 BLOCK_SMALL = 2  # norms of a block; before experts the norm is part of the router
 ROUTER = 2  # of a layer of experts: norm and scores, then the choice
@@ -50,8 +50,8 @@ class Device:
     tflops: float  # 16-bit products, fp32 accumulation
     tflops_fp16: float  # the same with fp16 accumulation
     tflops_fp32: float
-    card: Card | None = None  # None: only limits are predicted
-    gib: int = 0  # memory
+    card: Card
+    gib: int  # memory
 
 
 def _hopper(gb_s: float) -> Card:
@@ -75,10 +75,7 @@ def device_named(name: str) -> Device:
     """Return the device called `name`, in any case; raise `FasteagleError` with known names."""
     key = name.lower().replace(" ", "").removeprefix("rtx")
     if key not in DEVICES:
-        raise FasteagleError(
-            f"device {name!r} is unknown: use {', '.join(DEVICES)}, or 'this' to measure this "
-            "machine (without --terms, --batch)"
-        )
+        raise FasteagleError(f"device {name!r} is unknown: use {', '.join(DEVICES)}")
     return DEVICES[key]
 
 
@@ -122,20 +119,14 @@ class Storage:
         return layout_for(self.scheme.bits, self.scheme.group_size or K, K)
 
 
-def storage_named(name: str, config: ModelConfig, head_bits: int = 8) -> Storage:
-    """Return the storage of a precision: bf16, fp16, fp32, int8, int4 or a scheme by name.
+def storage_named(name: str, config: ModelConfig) -> Storage:
+    """Return the storage of a precision by name, as in `RuntimeOptions.at`; auto has 16 bits.
 
-    "int4" takes the widest groups that fit the model. Raises `FasteagleError` for other names.
+    "int4" takes the widest groups that fit the model. Raises `FasteagleError` for unknown names.
     """
-    if name in ELEMENT_BYTES:
-        return Storage(None, ELEMENT_BYTES[name])
-    scheme = name.removesuffix("-torchao").removesuffix("-own")  # neither changes the bytes
-    if not is_scheme_name(scheme):
-        known = ", ".join(ELEMENT_BYTES)
-        raise FasteagleError(
-            f"unknown precision {name!r}: use {known}, int8, int4, a scheme like int4-g64-hqq"
-        )
-    return Storage(parse_scheme(scheme, config, head_bits))
+    options = RuntimeOptions().at(name)
+    scheme = options.quant and parse_scheme(options.quant, config, options.head_bits)
+    return Storage(scheme or None, 4 if options.dtype == "fp32" else 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -306,6 +297,16 @@ OUTLOOKS = LOW, MID, HIGH
 
 
 @dataclasses.dataclass(frozen=True)
+class Speeds:
+    """Predicted tokens per second of all sequences, and milliseconds of the passes behind them."""
+
+    plain: float
+    drafted: float
+    cycle_ms: float
+    ratio: float  # of a pass over the tree and one over a row
+
+
+@dataclasses.dataclass(frozen=True)
 class CapturedCycle:
     """Predicted times of a captured cycle's parts; `fp16` means fp16 accumulation."""
 
@@ -313,6 +314,14 @@ class CapturedCycle:
     work: Workload
     fp16: bool = True
     outlook: Outlook = MID
+
+    def speeds(self, head: HeadConfig, tree: AnyShape, tau: float) -> Speeds:
+        """Return the speeds of greedy decoding without drafts, and with `tau` tokens per cycle."""
+        work, n = self.work, self.work.sequences
+        one, rows = (self.ms(work.verifying(T)) for T in (1, tree.rows))
+        rest = self.ms([work.finishing])
+        total = rows + self.ms(work.drafting(head, tree)) + rest
+        return Speeds(1e3 * n / (one + rest), 1e3 * n * tau / total, total, rows / one)
 
     def ms(self, parts: Iterable[Part]) -> float:
         return sum(map(self._us, parts)) / 1e3
