@@ -5,9 +5,7 @@ python scripts/profile_cycle.py --model vicuna-33b --passes 1,16,32 --json profi
 
 Weights are random, in the shape of a registry model. torch's profiler records every kernel with its
 begin and end, which stretches both: the share of idle time is computed from the time of a cycle
-without it. Times of our kernels and of all others stand beside those that `roofline.py --terms`
-predicts for the card. `--passes` times target passes over so many rows, captured where cycles are
-captured.
+without it. `--passes` times target passes over so many rows, captured where cycles are captured.
 """
 
 from __future__ import annotations
@@ -25,14 +23,7 @@ import click
 import torch
 
 from fasteagle.bench.measure import copy_bandwidth
-from fasteagle.bench.roofline import (
-    OUTLOOKS,
-    CapturedCycle,
-    Part,
-    Storage,
-    Workload,
-    device_reported_as,
-)
+from fasteagle.bench.roofline import Storage
 from fasteagle.bench.row_spec import RowSpec
 from fasteagle.bench.simulate import dummy_drafter
 from fasteagle.cli.command import Script
@@ -40,27 +31,16 @@ from fasteagle.cli.options import FILE, Numbers
 from fasteagle.compile.blocks import compile_now
 from fasteagle.compile.int8_cache import cache_bytes
 from fasteagle.compile.measurement import CONTEXT, Measurement
-from fasteagle.config import HeadConfig
-from fasteagle.device import device_name
 from fasteagle.generate import Engine
-from fasteagle.loading.heads.find import head_shape
 from fasteagle.loading.open import PreparedModel, open_dummy
 from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
 from fasteagle.paths import require_writable, write_atomic
-from fasteagle.quant.tiling import Card
-from fasteagle.shapes import AnyShape
 from fasteagle.tables import print_table
 
 PROMPT = list(range(5, 261))
 WARM_UP = 4  # cycles
 ROUNDS = 6  # of passes; the first one warms up
 SHOWN = 25  # kernels, the longest first
-# Kernels of the terms of a cycle; all others are small nodes.
-TERMS = {
-    "products": ("interleaved_kernel", "expert_kernel"),
-    "attention": ("prefix_kernel", "finish_kernel"),
-}
-REST = "small nodes"
 
 Event = tuple[str, float, float]  # a kernel, copy or fill: name, begin and end in microseconds
 
@@ -102,14 +82,6 @@ def main(
             compile_now(engine)
         record[way] = described(profiled(engine, cycles), cycles, cycle_ms(engine, cycles))
         show(f"{model} {precision}, {way}", record[way], engine.runner.error)
-        record[way]["terms"] = terms(record[way]["kernels"])
-        device = device_reported_as(device_name(engine.device))
-        if device is not None and device.card is not None and prepared.scheme is not None:
-            work = Workload(prepared.checkpoint.config, Storage(prepared.scheme), len(PROMPT))
-            shape = None if engine.drafter is None else engine.drafter.shapes()[0]
-            head = head_shape(model, work.config)
-            record[way]["predicted"] = predicted(device.card, work, head, shape)
-            show_terms(record[way])
     if json_path:
         write_atomic(json_path, json.dumps(record, indent=1).encode())
 
@@ -199,39 +171,6 @@ def described(events: Sequence[Event], cycles: int, ms: float) -> dict[str, Any]
         "idle": max(0.0, 1 - busy_ms / ms) if events else None,
         "kernels": sorted(kernels, key=lambda kernel: -float(kernel["us"])),
     }
-
-
-def terms(kernels: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return the measured milliseconds of each term of a cycle."""
-    times = dict.fromkeys((*TERMS, REST), 0.0)
-    for kernel in kernels:
-        names = (name for name, begins in TERMS.items() if kernel["name"].startswith(begins))
-        times[next(names, REST)] += kernel["us"] / 1e3
-    return times
-
-
-def predicted(
-    card: Card, work: Workload, head: HeadConfig, shape: AnyShape | None
-) -> dict[str, list[float]]:
-    """Return the predicted milliseconds of each term, by `OUTLOOKS`."""
-    parts = [*work.verifying(1 if shape is None else shape.rows)]
-    parts += [] if shape is None else work.drafting(head, shape)
-    parts.append(work.finishing)
-    by_term: dict[str, list[Part]] = {name: [] for name in (*TERMS, REST)}
-    for part in parts:
-        by_term["attention" if part.block else "products" if part.N else REST].append(part)
-    cycles = [CapturedCycle(card, work, outlook=outlook) for outlook in OUTLOOKS]
-    return {name: [cycle.ms(same) for cycle in cycles] for name, same in by_term.items()}
-
-
-def show_terms(cycle: dict[str, Any]) -> None:
-    lines = [
-        (name, f"{ms:.2f}", *(f"{each:.2f}" for each in cycle["predicted"][name]))
-        for name, ms in cycle["terms"].items()
-    ]
-    levels = (outlook.name for outlook in OUTLOOKS)
-    print_table(("term", "ms", *(f"predicted, {level}" for level in levels)), lines, md=True)
-    print()
 
 
 def short(name: str) -> str:
