@@ -82,11 +82,6 @@ BF16 = Scheme()
 INT8 = Scheme(8, head_bits=8)  # one scale per row, which has thousands of weights
 
 
-def is_scheme_name(text: str) -> bool:
-    """Return whether `text` looks like a scheme name; `parse_scheme` checks that it is one."""
-    return bool(_PATTERN.fullmatch(text)) and text[3:5].rstrip("-") in ("4", "8")
-
-
 def parse_scheme(name: str, config: ModelConfig, head_bits: int = 8) -> Scheme:
     """Return the scheme `name` for a model of this shape; "int4" takes the widest fitting groups.
 

@@ -9,15 +9,7 @@ import pytest
 from fasteagle.config import ModelConfig, MoEConfig
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.registry import preset
-from fasteagle.quant.scheme import (
-    BF16,
-    INT8,
-    Scheme,
-    grouped_bytes,
-    int4_for,
-    is_scheme_name,
-    parse_scheme,
-)
+from fasteagle.quant.scheme import BF16, INT8, Scheme, grouped_bytes, int4_for, parse_scheme
 
 SEVEN, SMALL = preset("llama2-7b"), preset("smollm2-135m")
 
@@ -73,7 +65,6 @@ def test_the_widest_group_that_fits():
 )
 def test_names(name, scheme):
     assert parse_scheme(name, SEVEN) == scheme
-    assert is_scheme_name(name)
     if name != "int4":
         assert parse_scheme(scheme.name, SEVEN) == scheme
 
