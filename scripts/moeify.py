@@ -1,20 +1,10 @@
 """Write a dense Llama model as a mixture of experts: a real one, small enough for any machine.
 
-python scripts/moeify.py moe8/                                  # the same model again
-python scripts/moeify.py moe6/ --top-k 6 --data answers.jsonl --steps 150
-python scripts/moeify.py copies/ --copies --top-k 2 --data answers.jsonl --gguf copies.gguf
+python scripts/moeify.py copies/ --data answers.jsonl --gguf copies.gguf
 
-Every FFN is cut into experts of equal width. Where a row takes all of them, the router is zero, so
-that each has the weight 1 / experts, and the down projections are multiplied by the number of
-experts: the dense model again. Where it takes fewer, neurons that are active together become one
-expert, the router predicts from the block's input how much each expert adds, by least squares, and
-so do new down projections predict the dense FFN's output from the experts that are taken. Blocks
-are fitted one after the other, on the text as the blocks before them leave it. With --steps all
-experts and routers are then trained to predict what the dense model predicts (`distil.py`).
-
-With --copies every expert is the whole FFN, as in mixtures that were trained on from a dense model,
-and the router tells clusters of inputs apart. The weights of a row's experts add up to 1: but
-for rounding it is the dense model, with the draft heads of that, and costs what a mixture costs.
+Every expert is the whole FFN, as in mixtures that were trained on from a dense model, and the
+router tells clusters of inputs apart. The weights of a row's experts add up to 1: but for rounding
+it is the dense model, with the draft heads of that, and costs what a mixture costs.
 
 The text comes from `fasteagle generate-data`. The result is a Mixtral: a Hugging Face folder, and
 with --gguf a file of llama.cpp's layout.
@@ -28,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import distil
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -44,13 +33,13 @@ from fasteagle.loading.names import expected_shapes
 from fasteagle.loading.open import OpenedModel, open_model
 from fasteagle.loading.rope_order import rope_order
 from fasteagle.loading.tensors import Checkpoint, save_tensors, write_json
-from fasteagle.model import MLP, MoE, Transformer
+from fasteagle.model import MLP, MoE, Transformer, causal_mask
 from fasteagle.options import DEFAULT_MODEL
 from fasteagle.paths import atomic_dir, require_place, require_writable
 from fasteagle.prompts import read_conversations
 
+TOKENS, WINDOW = 4096, 512  # of the text that routers are made from, and of one pass
 ROUNDS = 10  # of clustering
-MOST_ROWS = 4096  # of the text that clusters are made from
 RIDGE = 1e-3  # of the mean square of an input
 
 
@@ -58,34 +47,12 @@ RIDGE = 1e-3  # of the mean square of an input
 @click.argument("out", type=FOLDER)
 @click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Dense Llama model.")
 @click.option("--experts", default=8, show_default=True, type=click.IntRange(2, 256))
-@click.option("--top-k", type=click.IntRange(1, 256), help="Experts of a row.  [default: all]")
-@click.option("--copies", is_flag=True, help="Every expert is the whole FFN.")
-@click.option("--data", type=FILE, help="JSONL of generate-data, to fit the router on.")
-@click.option(
-    "--tokens", default=8192, show_default=True, type=click.IntRange(2048), help="Of it, to fit on."
-)
-@click.option(
-    "--steps",
-    default=0,
-    show_default=True,
-    type=click.IntRange(0),
-    help="Of training, 1,024 tokens each.",
-)
-@click.option("--lr", default=1e-3, show_default=True, help="Learning rate of that.")
+@click.option("--top-k", default=2, show_default=True, type=click.IntRange(1, 256))
+@click.option("--data", type=FILE, required=True, help="JSONL of generate-data, for the routers.")
 @click.option("--gguf", type=FILE, help="Write this file too; MODEL must be a GGUF file.")
 @click.option("--gguf-type", default="Q8_0", show_default=True, help="Type of its block linears.")
 def main(
-    out: Path,
-    model: str,
-    experts: int,
-    top_k: int | None,
-    copies: bool,
-    data: Path | None,
-    tokens: int,
-    steps: int,
-    lr: float,
-    gguf: Path | None,
-    gguf_type: str,
+    out: Path, model: str, experts: int, top_k: int, data: Path, gguf: Path | None, gguf_type: str
 ) -> None:
     """Write MODEL into the folder OUT as a mixture of EXPERTS experts, TOP_K of them for a row."""
     opened = open_model(model)
@@ -95,8 +62,6 @@ def main(
             f"{model} is no GGUF file, whose tokenizer --gguf copies: leave it out"
         )
     require_place(out)
-    if not 0 < lr <= 1:
-        raise FasteagleError(f"lr {lr} is out of range: use > 0 and <= 1")
     if gguf is not None:
         if gguf.exists():
             raise FasteagleError(f"{gguf} is there already: give another --gguf")
@@ -104,15 +69,10 @@ def main(
         kinds = "Q8_0", "Q4_0", "Q4_1", "F16", "F32"
         if gguf_type not in kinds:
             raise FasteagleError(f"GGUF type {gguf_type!r} is unknown: use {', '.join(kinds)}")
-    top_k = top_k or experts
-    config = moe_config(checkpoint.config, experts, top_k, copies)
-    text = read_text(data, config, tokens, needed=top_k < experts or steps > 0)
-    model = load_model(
-        checkpoint, dtype=torch.float32, device="cpu", max_seq_len=distil.WINDOW
-    ).requires_grad_(False)
-    layers = fit(model, config, text[: tokens // distil.WINDOW])
-    if steps:
-        distil.distil(model, layers, text, steps, lr, tell)
+    config = moe_config(checkpoint.config, experts, top_k)
+    text = read_text(data, config)
+    model = load_model(checkpoint, dtype=torch.float32, device="cpu", max_seq_len=WINDOW)
+    layers = fit(model, config, text)
     tensors = all_tensors(checkpoint, config, layers)
     write_folder(out, opened, config, tensors)
     if gguf is not None:
@@ -120,64 +80,48 @@ def main(
         write_gguf(gguf, checkpoint, config, tensors, gguf_type)
 
 
-def tell(step: int, loss: float) -> None:
-    """Print the divergence of some steps of training."""
-    if step % 10 == 0:
-        note(f"step {step}: {loss:.3f} nats a token from the dense model")
-
-
-def moe_config(config: ModelConfig, experts: int, top_k: int, copies: bool = False) -> ModelConfig:
+def moe_config(config: ModelConfig, experts: int, top_k: int) -> ModelConfig:
     """Return the config of the mixture. Raises `FasteagleError` where it cannot be made."""
     if config.architecture != "LlamaForCausalLM":
         raise FasteagleError(f"{config.architecture}: only Llama models have a Mixtral of theirs")
     if config.rope_scaling or config.rope_freq_factors or config.rope_linear_factor != 1:
         raise FasteagleError("scaled RoPE is not written: choose another model")
-    if (config.ffn_dim % experts and not copies) or top_k > experts:
-        raise FasteagleError(
-            f"{experts} experts do not divide an FFN of {config.ffn_dim:,}, or are fewer than "
-            f"{top_k}: choose other numbers"
-        )
-    width = config.ffn_dim if copies else config.ffn_dim // experts
-    moe = MoEConfig(n_expert=experts, top_k=top_k, ffn_dim=width, renormalize=True)
+    if top_k > experts:
+        raise FasteagleError(f"top-k {top_k} is more than there are experts: use 1 to {experts}")
+    moe = MoEConfig(n_expert=experts, top_k=top_k, ffn_dim=config.ffn_dim, renormalize=True)
     return dataclasses.replace(
         config, moe=moe, ffn_dim=dense_width(moe, config.dim), architecture="MixtralForCausalLM"
     )
 
 
-def read_text(data: Path | None, config: ModelConfig, tokens: int, needed: bool) -> Tensor:
-    """Return the windows of `data` [N, W], N = 0 where it is None and not `needed`."""
-    if data is None:
-        if needed:
-            raise FasteagleError("experts that are fitted or trained need text: give --data")
-        return torch.empty(0, distil.WINDOW, dtype=torch.long)
-    text = distil.windows(read_conversations(data, config.vocab_size, config.max_seq_len))
-    if text.numel() < tokens:
-        raise FasteagleError(f"{data} has {text.numel():,} tokens, and --tokens is {tokens:,}")
-    return text
+def read_text(data: Path, config: ModelConfig) -> Tensor:
+    """Return the windows [N, W] that routers are made from: conversations one after the other."""
+    conversations = read_conversations(data, config.vocab_size, config.max_seq_len)
+    ids = torch.tensor([token for conversation in conversations for token in conversation.ids])
+    if len(ids) < TOKENS:
+        raise FasteagleError(f"{data} has {len(ids):,} tokens, and routers need {TOKENS:,}")
+    return ids[:TOKENS].view(-1, WINDOW)
 
 
 @torch.no_grad()
 def fit(model: Transformer, config: ModelConfig, text: Tensor) -> list[MoE]:
-    """Return the mixture of each block, fitted on windows `text` [N, W] of the dense `model`."""
-    moe = config.moe
-    assert moe is not None, "see moe_config"
-    states = model.embedding(text).float()  # [N, W, D]
+    """Return the mixture of each block of the dense `model`, which reads windows `text` [N, W]."""
+    assert config.moe is not None, "see moe_config"
+    inputs: list[list[Tensor]] = [[] for _ in model.blocks]
+    hooks = [
+        block.mlp_norm.register_forward_hook(lambda _module, _args, x, seen=seen: seen.append(x))
+        for block, seen in zip(model.blocks, inputs, strict=True)
+    ]
+    rows, cache = torch.arange(text.shape[1]), model.new_cache(text.shape[1])
+    mask = causal_mask(0, len(rows), cache.n_slots, config.sliding_window, "cpu")
+    for window in text:
+        model.encode(window, rows, rows, mask, cache)
+    for hook in hooks:
+        hook.remove()
     layers = []
-    for i, block in enumerate(model.blocks):
-        mlp = block.mlp
-        assert isinstance(mlp, MLP), "a dense model"
-        if len(text):
-            states = states + distil.attention(model, block, states)
-        x = block.mlp_norm(states).flatten(0, 1)
-        if moe.ffn_dim == mlp.down.in_features:
-            layers.append(copied(mlp, x, moe))
-        elif moe.top_k < moe.n_expert:
-            layers.append(fitted(mlp, x, moe))
-        else:
-            layers.append(cut(mlp, moe, torch.arange(mlp.down.in_features)))
-        if len(text):
-            states = states + distil.experts(layers[-1], x).view_as(states)
-            note(f"block {i + 1} of {config.n_layer}")
+    for i, (block, seen) in enumerate(zip(model.blocks, inputs, strict=True)):
+        layers.append(copied(block.mlp, torch.cat(seen), config.moe))
+        note(f"block {i + 1} of {config.n_layer}")
     return layers
 
 
@@ -192,56 +136,16 @@ def all_tensors(
     return {name: tensors[name].contiguous() for name in new}
 
 
-def cut(mlp: MLP, config: MoEConfig, order: Tensor) -> MoE:
-    """Return the experts of a dense MLP, its neurons taken in `order` [F], and a router of zeros.
-
-    With all experts of a row its output is that of the MLP.
-    """
-    n_expert, width = config.n_expert, config.ffn_dim
-    dim = mlp.gate_up.in_features
-    moe = MoE(dim, config).requires_grad_(False)
-    gate, up = (part[order].view(n_expert, width, dim) for part in mlp.gate_up.weight.chunk(2))
-    moe.gate_up.weight.copy_(torch.cat((gate, up), dim=1).flatten(0, 1))
-    down = mlp.down.weight[:, order].view(dim, n_expert, width).transpose(0, 1)
-    moe.down.weight.copy_(n_expert * down.flatten(0, 1))
-    moe.router.weight.zero_()
-    return moe
-
-
 def copied(mlp: MLP, x: Tensor, config: MoEConfig) -> MoE:
     """Return experts that are all the MLP, and a router of clusters of inputs like x [N, D]."""
     n_expert, dim = config.n_expert, x.shape[1]
     layer = MoE(dim, config).requires_grad_(False)
     layer.gate_up.weight.copy_(mlp.gate_up.weight.repeat(n_expert, 1))
     layer.down.weight.copy_(mlp.down.weight.repeat(n_expert, 1))
-    x = x[: min(MOST_ROWS, len(x)) // n_expert * n_expert]
+    x = x[: len(x) // n_expert * n_expert]
     wanted = F.one_hot(clusters(F.normalize(x - x.mean(0), dim=1), n_expert), n_expert).float()
     layer.router.weight.copy_(solve(x, n_expert * wanted - 1).T)
     return layer
-
-
-def fitted(mlp: MLP, x: Tensor, config: MoEConfig) -> MoE:
-    """Return experts of a dense MLP, and a router that chooses for inputs like x [N, D]."""
-    n_expert, width, dim = config.n_expert, config.ffn_dim, x.shape[1]
-    gate, up = mlp.gate_up(x).chunk(2, dim=-1)
-    hidden = F.silu(gate) * up  # [N, F]
-    active = (hidden[:MOST_ROWS] * mlp.down.weight.norm(dim=0)).abs()
-    groups = clusters(F.normalize(active.T.contiguous(), dim=1), n_expert)
-    order = groups.argsort(stable=True)
-    moe = cut(mlp, config, order)
-    hidden = hidden[:, order]
-    down = moe.down.weight.view(n_expert, dim, width) / n_expert
-    added = [h @ w.T for h, w in zip(hidden.split(width, dim=1), down, strict=True)]
-    sizes = torch.stack([part.norm(dim=1) for part in added], dim=1)  # [N, X]
-    sizes = sizes - sizes.mean(dim=1, keepdim=True)
-    moe.router.weight.copy_(solve(x, sizes / sizes.std()).T)
-    ids, weights = moe.route(x)
-    taken = torch.zeros(len(x), n_expert).scatter(1, ids, weights)
-    inputs = hidden * taken.repeat_interleave(width, dim=1)
-    start = config.top_k * down.permute(0, 2, 1).flatten(0, 1)  # [F, D]
-    better = start + solve(inputs, sum(added) - inputs @ start)
-    moe.down.weight.copy_(better.view(n_expert, width, dim).transpose(1, 2).flatten(0, 1))
-    return moe
 
 
 def solve(x: Tensor, y: Tensor) -> Tensor:
@@ -252,10 +156,7 @@ def solve(x: Tensor, y: Tensor) -> Tensor:
 
 
 def clusters(points: Tensor, n_clusters: int) -> Tensor:
-    """Return the cluster [M] of each of the points [M, N] of length 1; clusters are equally large.
-
-    Neurons are near each other that are active in the same rows.
-    """
+    """Return the cluster [M] of each of the points [M, N] of length 1; all are equally large."""
     size = len(points) // n_clusters
     centers = points[torch.arange(n_clusters) * size]
     groups = torch.empty(0)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import pytest
-from click.testing import CliRunner
 
 from fasteagle.loading.registry import preset
 from helpers import SCRIPTS, invoke
@@ -19,7 +19,7 @@ def roofline(monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPTS))
     import roofline
 
-    return lambda *args: CliRunner().invoke(roofline.main, [str(a) for a in args])
+    return functools.partial(invoke, main=roofline.main)
 
 
 def limits(result):
