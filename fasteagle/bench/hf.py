@@ -21,12 +21,17 @@ from fasteagle.options import DraftOptions, SamplingParams
 def hf_config(config: ModelConfig) -> Any:
     """Return the transformers configuration of a model of ours.
 
-    Raises `FasteagleError` for mixtures of experts, which would need their tensors stacked, and for
-    Ernie-4.5, whose rows have another order there.
+    Raises `FasteagleError` for mixtures of experts, which would need their tensors stacked, for
+    Ernie-4.5, whose rows have another order there, and for RoPE with a factor for each frequency,
+    which no configuration has.
     """
     if config.moe is not None or config.architecture == ERNIE:
         raise FasteagleError(
             "rows of transformers run dense models only, and not Ernie-4.5: leave them out"
+        )
+    if config.rope_freq_factors is not None:
+        raise FasteagleError(
+            "rows of transformers cannot scale RoPE as this GGUF file does: leave them out"
         )
     import transformers  # takes seconds: only for rows of its own
 

@@ -38,6 +38,12 @@ def test_query_and_key_rows_in_pairs_are_refused():
         hf_config(tiny_config(architecture=ERNIE))
 
 
+def test_factors_by_frequency_are_refused():
+    """A GGUF file of Llama 3.1 has them in place of a rule."""
+    with pytest.raises(FasteagleError, match="cannot scale RoPE as this GGUF file does"):
+        hf_config(tiny_config(rope_freq_factors=(1.0, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0, 8.0)))
+
+
 class Model:
     """A model of transformers that answers 5 and 6, in two passes or in one with lookup."""
 
