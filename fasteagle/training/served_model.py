@@ -121,7 +121,8 @@ class ServedModel:
             try:
                 request = urllib.request.Request(self._url, data, self._headers)
                 with OPENER.open(request, timeout=TIMEOUT) as response:
-                    return json.loads(response.read())
+                    answer = json.loads(response.read())
+                return answer if isinstance(answer, dict) else {}  # which `_reply` refuses
             except urllib.error.HTTPError as error:
                 problem = f"HTTP {error.code}: {_message(error)}"
                 if error.code == 400 and "context" in problem:  # as vLLM, SGLang, llama.cpp say it

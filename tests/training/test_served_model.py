@@ -167,6 +167,7 @@ def error(message):
         ([(404, error("no such model"))], 1, ["HTTP 404: no such model", "--served-model"]),
         ([(400, "")], 1, ["HTTP 400: Bad Request"]),
         ([(200, "<html>")], 1, ["is not JSON"]),
+        ([(200, "null")], 1, ["not a chat completion"]),
         ([(200, "[]")], 1, ["not a chat completion"]),
         ([(200, '{"choices": []}')], 1, ["not a chat completion"]),
     ],
