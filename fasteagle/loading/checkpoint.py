@@ -20,12 +20,11 @@ from fasteagle.config_hf import ERNIES, from_hf, multipliers_from_hf
 from fasteagle.device import available_bytes
 from fasteagle.errors import FasteagleError, shortened, size_of
 from fasteagle.loading import stored
+from fasteagle.loading.changed import ChangedCheckpoint
 from fasteagle.loading.gguf import GGUFFile
 from fasteagle.loading.imported import open_quantized
 from fasteagle.loading.memory import smaller_fit
-from fasteagle.loading.multipliers import MultipliedCheckpoint
 from fasteagle.loading.names import CHOICE_BIAS, MTP_LAYERS, block_linears, expected_shapes
-from fasteagle.loading.rope_order import HalvedCheckpoint
 from fasteagle.loading.source import Linears
 from fasteagle.loading.tensors import (
     Checkpoint,
@@ -45,7 +44,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """
     if not path.exists():
         raise FasteagleError(f"{path}: no such file or folder")
-    multipliers = None
+    multipliers, halved = None, False
     checkpoint: Checkpoint
     if path.is_file():
         checkpoint = gguf = GGUFFile(path)
@@ -55,12 +54,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
         checkpoint = _open_folder(path, raw)
         if not isinstance(checkpoint, stored.StoredFolder):  # whose weights have them inside
             multipliers = multipliers_from_hf(raw, str(path / "config.json"))
-            if checkpoint.config.architecture in ERNIES:
-                checkpoint = HalvedCheckpoint(checkpoint)
+            halved = checkpoint.config.architecture in ERNIES
     if _has_own_head(checkpoint):
         checkpoint.config = dataclasses.replace(checkpoint.config, tie_embeddings=False)
-    if multipliers is not None:
-        checkpoint = MultipliedCheckpoint(checkpoint, multipliers)
+    if multipliers is not None or halved:
+        checkpoint = ChangedCheckpoint(checkpoint, multipliers, halved)
     check_complete(checkpoint, str(path))
     return checkpoint
 

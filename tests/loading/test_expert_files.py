@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from families import MOE_FAMILIES
 from fasteagle.config import Multipliers
 from fasteagle.errors import FasteagleError
+from fasteagle.loading.changed import ChangedCheckpoint
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
-from fasteagle.loading.multipliers import MultipliedCheckpoint
 from fasteagle.loading.quantize import with_scheme
 from fasteagle.loading.source import Linears
 from fasteagle.loading.stored import StoredFolder
@@ -232,7 +232,7 @@ class Tied(DummyCheckpoint):
 
 
 def test_the_lm_head_of_a_tied_granite_is_stored_as_its_embedding():
-    checkpoint = MultipliedCheckpoint(
+    checkpoint = ChangedCheckpoint(
         Tied(tiny_config(tie_embeddings=True)), Multipliers(3.0, 0.15, 0.4, 2.5)
     )
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
@@ -261,7 +261,7 @@ def test_what_routes_rows_stays_in_fp32(tmp_path, family):
 
 def test_packed_weights_of_granite_are_multiplied_with_their_offsets():
     inner = DummyCheckpoint(tiny_config(), Scheme(4, 8, "hqq"))
-    multiplied = MultipliedCheckpoint(inner, Multipliers(3.0, 0.15, 0.5, 2.5))
+    multiplied = ChangedCheckpoint(inner, Multipliers(3.0, 0.15, 0.5, 2.5))
     name = "model.layers.1.self_attn.o_proj.weight"
     weight = inner.packed(name)
     assert weight.offsets is not None

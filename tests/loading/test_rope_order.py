@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fasteagle.loading.rope_order import HalvedCheckpoint, rope_order
+from fasteagle.loading.changed import ChangedCheckpoint
+from fasteagle.loading.rope_order import rope_order
 from fasteagle.loading.tensors import DummyCheckpoint
 from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import Scheme
@@ -33,7 +34,7 @@ def test_the_order_puts_pairs_into_halves():
 @pytest.mark.parametrize(("name", "n_head"), [(Q, 4), (K, 2), (V, None)])
 def test_all_ways_to_read_a_weight_agree(name, n_head):
     inner = Packed(CONFIG)
-    halved = HalvedCheckpoint(inner)
+    halved = ChangedCheckpoint(inner, halved=True)
     expected = inner.load(name)
     if n_head is not None:
         heads = expected.view(n_head, 8, 2, 64)
