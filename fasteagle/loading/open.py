@@ -38,7 +38,7 @@ from fasteagle.loading.memory import Setting, needed_bytes, smaller_fit
 from fasteagle.loading.quantize import scheme_for, with_scheme
 from fasteagle.loading.source import Linears
 from fasteagle.loading.tensors import Checkpoint, DummyCheckpoint
-from fasteagle.loading.tokenizer import ChatTokenizer, DummyTokenizer, load_tokenizer
+from fasteagle.loading.tokenizer import ChatTokenizer, dummy_tokenizer, load_tokenizer
 from fasteagle.loading.torchao_backend import quantize_with_torchao
 from fasteagle.options import RuntimeOptions
 from fasteagle.paths import ensure_cache
@@ -103,7 +103,7 @@ def require_memory_of(name: str, options: RuntimeOptions, notify: Callable[[str]
 def open_dummy(name: str) -> OpenedModel:
     """Open random weights in the shape of a registry model, for benchmarks without a download."""
     checkpoint = DummyCheckpoint(registry.preset(name))
-    return OpenedModel(name, checkpoint, DummyTokenizer(checkpoint.config.vocab_size))
+    return OpenedModel(name, checkpoint, dummy_tokenizer(checkpoint.config.vocab_size))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -249,46 +249,35 @@ def _marked(value: Any, pattern: re.Pattern[str]) -> Any:
     return [_marked(inner, pattern) for inner in value] if isinstance(value, list) else value
 
 
-class DummyTokenizer(ChatTokenizer):
-    """Tokenizer for random weights: one id per four bytes of text, no end-of-text token."""
+class DummyBackend:
+    """Stand-in for transformers' tokenizer, for random weights: one id per four bytes of text."""
+
+    chat_template = bos_token_id = None
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._template = self._with_tools = None
-        self._bos = ""
-        self.eos_ids = frozenset()
 
-    def encode(self, text: str) -> list[int]:
+    def __call__(self, texts: Sequence[str], add_special_tokens: bool) -> dict[str, Any]:
+        return {"input_ids": [self.encode(text, add_special_tokens) for text in texts]}
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         data = text.encode()
         pieces = (data[i : i + 4] for i in range(0, len(data), 4))
         return [zlib.crc32(piece) % self._vocab_size for piece in pieces]
 
-    def encode_rest(self, text: str, start: int) -> list[int]:
-        return self.encode(text[start:])
-
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         return "tok " * len(ids)
 
-    def raw(self, ids: Sequence[int]) -> str:
-        return self.decode(ids)
+    def get_vocab(self) -> dict[str, int]:
+        return {"tok ": 0}  # the text of all ids
 
-    def piece(self, token: int) -> str:
-        return self.raw([token])
-
-    def token_bytes(self, token: int) -> bytes | None:
-        return self.raw([token]).encode()
-
-    def vocabulary(self) -> dict[int, str]:
+    def get_added_vocab(self) -> dict[str, int]:
         return {}
 
-    def render(
-        self,
-        messages: Sequence[Message],
-        add_generation_prompt: bool = True,
-        think: bool | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> str:
-        return "".join(m["content"] for m in messages)
+
+def dummy_tokenizer(vocab_size: int) -> ChatTokenizer:
+    """Return a tokenizer for random weights, which has no end-of-text token."""
+    return ChatTokenizer(DummyBackend(vocab_size), frozenset())
 
 
 def _any_of(texts: set[str]) -> re.Pattern[str]:

@@ -13,7 +13,7 @@ from fasteagle.errors import FasteagleError
 from fasteagle.loading.open import OpenedModel
 from fasteagle.loading.registry import preset
 from fasteagle.loading.tensors import DummyCheckpoint
-from fasteagle.loading.tokenizer import DummyTokenizer
+from fasteagle.loading.tokenizer import dummy_tokenizer
 from fasteagle.options import RuntimeOptions, SamplingParams
 from fasteagle.prompts import Question
 from helpers import generated, tiny_config
@@ -29,7 +29,7 @@ def job(**changes) -> Job:
 
 
 def opened() -> OpenedModel:
-    return OpenedModel("tiny", DummyCheckpoint(CONFIG), DummyTokenizer(CONFIG.vocab_size))
+    return OpenedModel("tiny", DummyCheckpoint(CONFIG), dummy_tokenizer(CONFIG.vocab_size))
 
 
 def test_its_scheme_is_that_of_gpt_fast():

@@ -15,7 +15,7 @@ from fasteagle.loading.quantize import with_scheme, write_folder
 from fasteagle.loading.source import Linears
 from fasteagle.loading.stored import StoredFolder
 from fasteagle.loading.tensors import weight_bytes
-from fasteagle.loading.tokenizer import DummyTokenizer
+from fasteagle.loading.tokenizer import dummy_tokenizer
 from fasteagle.options import RuntimeOptions
 from fasteagle.quant import gguf_blocks
 from fasteagle.quant.gguf_blocks import GGUF_4_BITS, GGUF_BLOCKS, GGUF_WIDENED, from_gguf_blocks
@@ -118,7 +118,7 @@ def wide_model(family="llama2", **overrides):
 
 
 def opened(path):
-    return OpenedModel("m", GGUFFile(path), DummyTokenizer(TINY_VOCAB))
+    return OpenedModel("m", GGUFFile(path), dummy_tokenizer(TINY_VOCAB))
 
 
 MIXES = {

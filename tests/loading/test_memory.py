@@ -23,7 +23,7 @@ from fasteagle.loading.make_drafter import Drafting, plan_drafting
 from fasteagle.loading.memory import Setting, best_fit, largest_batch, needed_bytes, settings
 from fasteagle.loading.open import OpenedModel, PreparedModel, open_model
 from fasteagle.loading.tensors import DummyCheckpoint
-from fasteagle.loading.tokenizer import DummyTokenizer
+from fasteagle.loading.tokenizer import dummy_tokenizer
 from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
 from fasteagle.paths import cache_dir
 from fasteagle.quant.scheme import BF16, Scheme, int4_for
@@ -183,7 +183,7 @@ def test_which_errors_mean_that_memory_is_short():
 def test_out_of_memory_while_loading_says_what_fits(monkeypatch):
     monkeypatch.setattr(opening, "load_model", raising(SHORT))
     monkeypatch.setattr(devices, "available_bytes", lambda device: 8 * GIB)
-    opened = OpenedModel("llama2-7b", DummyCheckpoint(LLAMA), DummyTokenizer(32000))
+    opened = OpenedModel("llama2-7b", DummyCheckpoint(LLAMA), dummy_tokenizer(32000))
     with pytest.raises(FasteagleError) as caught:
         opened.prepared(RuntimeOptions(device="cpu"), lambda line: None).engine()
     assert str(caught.value) == (
@@ -201,7 +201,7 @@ def test_out_of_memory_while_loading_says_what_fits(monkeypatch):
 )
 def test_what_fits_does_so_beside_the_draft_head(monkeypatch, drafter, said):
     """Where 7B at int4 just fits, its head needs a smaller KV cache."""
-    opened = OpenedModel("llama2-7b", DummyCheckpoint(LLAMA), DummyTokenizer(32000))
+    opened = OpenedModel("llama2-7b", DummyCheckpoint(LLAMA), dummy_tokenizer(32000))
     free = needed_bytes(LLAMA, Setting(int4_for(LLAMA), "auto", 4096))
     options = RuntimeOptions(device="cpu")
     head = plan_drafting(DraftOptions(drafter=drafter), opened, options, print).shape
@@ -304,7 +304,7 @@ def test_quantized_weights_on_cuda_need_triton(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", absent)
     dummy = DummyCheckpoint(LLAMA, int4_for(LLAMA))
     with pytest.raises(FasteagleError, match="Triton is not installed: pip install triton, or"):
-        on_card(OpenedModel("llama2-7b", dummy, DummyTokenizer(32000))).engine()
+        on_card(OpenedModel("llama2-7b", dummy, dummy_tokenizer(32000))).engine()
 
 
 def test_out_of_memory_anywhere_else_is_one_line(monkeypatch):

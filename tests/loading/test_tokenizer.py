@@ -14,7 +14,7 @@ import pytest
 
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.entries import VICUNA_TEMPLATE
-from fasteagle.loading.tokenizer import ChatTokenizer, load_tokenizer
+from fasteagle.loading.tokenizer import ChatTokenizer, dummy_tokenizer, load_tokenizer
 from helpers import THINKING_TEMPLATE, TINY_VOCAB, edit_json, invoke
 
 USER = [{"role": "user", "content": "Hi"}]
@@ -339,3 +339,17 @@ def test_a_template_that_is_given_replaces_that_for_tools_too():
     backend = named_templates(default="D", tool_use="T")
     assert ChatTokenizer(backend, frozenset()).template_for(USER, tools=[{}]) == "T"
     assert ChatTokenizer(backend, frozenset(), "G").template_for(USER, tools=[{}]) == "G"
+
+
+def test_a_tokenizer_of_random_weights_answers_as_others_do():
+    dummy, text = dummy_tokenizer(500), "One id per four bytes."
+    ids = dummy.encode(text)
+    assert len(ids) == 6 and max(ids) < 500
+    assert dummy.encode_document(text) == dummy.encode_rest(text, 0) == ids
+    assert dummy.encode_rest(text, 4) == ids[1:] and dummy.encode_rest(text, len(text)) == []
+    assert dummy.decode(ids) == dummy.raw(ids) == "".join(map(dummy.piece, ids))
+    assert dummy.render([{"role": "user", "content": text}]) == text
+    assert dummy.token_bytes(7) == b"tok " and dummy.most_characters == 4
+    assert dummy.special_in("<|im_end|>") is None and not dummy.knows_thoughts
+    with pytest.raises(FasteagleError, match="no structured output with this tokenizer"):
+        dummy.guidance(500)

@@ -25,7 +25,7 @@ from fasteagle.errors import FasteagleError, first_line
 from fasteagle.llm import LLM
 from fasteagle.loading.open import OpenedModel, open_model
 from fasteagle.loading.tensors import DummyCheckpoint
-from fasteagle.loading.tokenizer import DummyTokenizer
+from fasteagle.loading.tokenizer import dummy_tokenizer
 from fasteagle.options import RuntimeOptions, SamplingParams
 from fasteagle.quant.scheme import Scheme, int4_for
 
@@ -103,7 +103,7 @@ def _decoder(job: Job) -> LLMDecoder:
         opened = open_model(job.model, job.runtime, lambda line: None)
     else:
         torch.set_num_threads(job.runtime.threads or torch.get_num_threads())
-        tokenizer = DummyTokenizer(job.dummy.vocab_size)
+        tokenizer = dummy_tokenizer(job.dummy.vocab_size)
         opened = OpenedModel(job.model, DummyCheckpoint(job.dummy), tokenizer)
     options = gpt_fast_options(job.runtime, opened.checkpoint.config)
     engine = opened.prepared(options, lambda line: None).engine()
