@@ -241,14 +241,10 @@ def _eagle(
     strict: bool,
 ) -> Drafter:
     """Return the drafter of the draft head `loaded`, quantized where its target is."""
-    scheme, head, header = checkpoint.scheme, loaded.head, loaded.header or {}
+    scheme, head = checkpoint.scheme, loaded.head
     head.requires_grad_(False)
     head.borrow(engine.model, engine.max_seq_len)
-    # Older headers say what was faster for the head; others are quantized like their target.
-    head_scheme = header.get("head_scheme")
-    if scheme is not None and head_scheme != "bf16":
-        # Calibration measured the head with min-max values, whatever method the target has.
-        scheme = dataclasses.replace(scheme, method="minmax") if head_scheme else scheme
+    if scheme is not None:
         quantize_head_(head, scheme, has_native(engine.model))
     prove_drafting(engine.backend, head, strict)
     quantized_on_cpu = scheme is not None and engine.on_cpu

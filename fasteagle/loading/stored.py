@@ -231,14 +231,11 @@ def _model_config(fields: Fields) -> ModelConfig:
 
 def _moe_config(fields: Fields) -> MoEConfig:
     n_expert = fields.integer("n_expert", most=MOST_EXPERTS)
-    score = fields.text("score", "softmax")  # of older files
-    if score not in ("softmax", "topk_softmax"):
-        raise fields.error("score", "softmax or topk_softmax")
     return MoEConfig(
         n_expert=n_expert,
         top_k=fields.integer("top_k", most=n_expert),
         ffn_dim=fields.width("ffn_dim"),
-        renormalize=fields.flag("renormalize") or score == "topk_softmax",
+        renormalize=fields.flag("renormalize"),
         scale=fields.number("scale"),
         shared_ffn_dim=fields.integer("shared_ffn_dim", least=0, most=MOST_WIDTH),
         shared_gate=fields.flag("shared_gate"),

@@ -95,14 +95,12 @@ def _precision(prepared: PreparedModel | None) -> dict[str, Any]:
     if prepared is None:
         return {"precision": "the server's"}
     scheme = prepared.scheme.name if prepared.scheme else "dense"
-    # Left out where they are as ever: files begun before there was a choice go on.
-    usual, options = RuntimeOptions(), prepared.options
-    changed = {
-        name: getattr(options, name)
-        for name in ("kv", "lm_head")
-        if getattr(options, name) != getattr(usual, name)
+    options = prepared.options
+    return {
+        "precision": f"{scheme} {prepared.dtype_name}",
+        "kv": options.kv,
+        "lm_head": options.lm_head,
     }
-    return {"precision": f"{scheme} {prepared.dtype_name}", **changed}
 
 
 class _Run:

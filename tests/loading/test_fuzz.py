@@ -168,7 +168,7 @@ def make_head(folder, out):
     shutil.copy(out / "config.json", out / "good.json")
 
 
-HEADERS = VALUES | changes("ranks", "target_fingerprint", "head_scheme")
+HEADERS = VALUES | changes("ranks", "target_fingerprint", "scheme")
 RANKS = st.lists(st.lists(st.floats(0, 1) | SCALARS, max_size=3), max_size=3)
 
 

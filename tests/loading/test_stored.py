@@ -37,7 +37,6 @@ from helpers import (
     edit_json,
     generated,
     invoke,
-    make_hf_model,
     random_head,
     save_tiny,
 )
@@ -219,22 +218,17 @@ def test_speculation_changes_no_token_of_a_quantized_model(folder, quant):
         assert generated(engine) == expected
 
 
-@pytest.mark.parametrize(
-    ("header", "method"),
-    [({}, "hqq"), ({"head_scheme": "int4-g32-minmax"}, "minmax"), ({"head_scheme": "bf16"}, None)],
-)
-def test_a_calibrated_head_runs_as_it_was_judged(folder, tmp_path, monkeypatch, header, method):
-    """Calibration measures min-max weights, whatever the target's values come from."""
+def test_a_draft_head_is_quantized_as_its_target(folder, tmp_path, monkeypatch):
     engine, checkpoint = quantized_engine(folder, "int4-g32-hqq")
     head = random_head(engine.model, rope_scaling=None, rope_base=10000.0)
-    save_head(tmp_path / "head", head, header, torch.float32)
+    save_head(tmp_path / "head", head, {}, torch.float32)
     methods = []
     monkeypatch.setattr(
         drafters, "quantize_head_", lambda head, scheme, native: methods.append(scheme.method)
     )
     options = DraftOptions("eagle", str(tmp_path / "head"))
     Drafting(options).drafter("tiny", engine, checkpoint, lambda line: None)
-    assert methods == ([method] if method else [])
+    assert methods == ["hqq"]
 
 
 def test_flags_that_contradict_the_checkpoint(folder, tmp_path):
@@ -378,18 +372,3 @@ def test_rope_factors_are_as_many_as_the_frequencies(folder, tmp_path):
     edit_json(tmp_path / "config.json", model=model | {"rope_freq_factors": [1.0, 2.0]})
     with pytest.raises(FasteagleError, match="rope_freq_factors is .* must be 8 numbers, half of"):
         StoredFolder(tmp_path)
-
-
-def test_weights_of_experts_in_older_folders(folder, tmp_path):
-    """They named a softmax over the chosen ones otherwise."""
-    granite = shutil.copytree(folder, tmp_path / "granite")  # for its tokenizer
-    make_hf_model("granitemoe").save_pretrained(granite)
-    assert invoke("quantize", tmp_path / "granite", "--int8", "-o", tmp_path / "out").exit_code == 0
-    assert open_checkpoint(tmp_path / "out").config.moe.renormalize
-    raw = json.loads((tmp_path / "out" / CONFIG).read_text())["model"]
-    moe = raw["moe"] | {"score": "topk_softmax", "renormalize": False}
-    edit_json(tmp_path / "out" / CONFIG, model=raw | {"moe": moe})
-    assert open_checkpoint(tmp_path / "out").config.moe.renormalize
-    edit_json(tmp_path / "out" / CONFIG, model=raw | {"moe": moe | {"score": "sigmoid"}})
-    with pytest.raises(FasteagleError, match="must be softmax or topk_softmax"):
-        open_checkpoint(tmp_path / "out")

@@ -138,7 +138,7 @@ def test_other_settings_are_refused(model, prompts, tmp_path):
         (("--self", "--count", 3), "-> self"),
         (("--prompts", prompts, "--exclude", prompts), "exclude"),
         (("--prompts", prompts, "--int8"), "precision dense fp32 -> int8"),
-        (("--prompts", prompts, "--kv", "int8"), "kv None -> int8"),
+        (("--prompts", prompts, "--kv", "int8"), "kv auto -> int8"),
     ):
         few = FEW[:2] if "--int8" in arguments else FEW
         done = invoke("generate-data", "--model", model, "--out", out, *few, *arguments)
@@ -148,7 +148,7 @@ def test_other_settings_are_refused(model, prompts, tmp_path):
     begun = tmp_path / "other.jsonl"
     generated(model, begun, "--prompts", prompts, "--kv", "int8")
     done = invoke("generate-data", "--model", model, "--out", begun, *FEW, "--prompts", prompts)
-    assert done.exit_code == 2 and "kv int8 -> None" in done.stderr
+    assert done.exit_code == 2 and "kv int8 -> auto" in done.stderr
 
 
 def test_seeds_may_hold_any_character(tmp_path):

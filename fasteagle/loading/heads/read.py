@@ -331,7 +331,7 @@ def _header(metadata: dict[str, str], where: str) -> Header | None:
     if not isinstance(header, dict):
         raise FasteagleError(f"{where} must be a JSON object: train or fetch the head again")
     fields = Fields(header, where)
-    for key in ("target", "target_fingerprint", "scheme", "head_scheme", "recipe"):
+    for key in ("target", "target_fingerprint", "scheme", "recipe"):
         fields.text(key, "")
     fields.shares("ranks")
     return header
