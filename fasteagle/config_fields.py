@@ -73,12 +73,6 @@ class Fields:
     def __init__(self, raw: Mapping[str, Any], source: str, prefix: str = "") -> None:
         self._raw, self._source, self._prefix = raw, source, prefix
 
-    def require(self, *keys: str) -> None:
-        """Raise `FasteagleError` that names all absent keys of `keys`."""
-        absent = [self._prefix + key for key in keys if key not in self._raw]
-        if absent:
-            raise FasteagleError(f"{self._source}: lacks {', '.join(absent)}")
-
     def integer(
         self, key: str, default: int | None = None, *, least: int = 1, most: int = MOST
     ) -> int:

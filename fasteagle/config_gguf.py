@@ -78,13 +78,6 @@ def from_gguf(
     scaling = fields.text(f"{kind}.rope.scaling.type", "linear")  # llama.cpp's default
     if scaling not in ("none", "linear"):
         raise FasteagleError(f"{source}: GGUF RoPE scaling {scaling!r} is not supported")
-    required = ("dim", "n_head", "ffn_dim")
-    fields.require(
-        *(f"{kind}.{_KEYS[name]}" for name in required),
-        f"{kind}.block_count",
-        f"{kind}.context_length",
-        f"{kind}.attention.layer_norm_rms_epsilon",
-    )
     shape = read_shape(fields, {name: f"{kind}.{key}" for name, key in _KEYS.items()})
     rotated = f"{kind}.rope.dimension_count"
     if fields.width(rotated, shape["head_dim"]) != shape["head_dim"]:
@@ -134,7 +127,6 @@ def mtp_layers(metadata: Mapping[str, Any], source: str, most: int = MOST_LAYERS
 def _experts(fields: Fields, kind: str, n_layer: int) -> dict[str, Any]:
     """Return the fields of a mixture of experts; what files leave out is llama.cpp's constant."""
     count, used = f"{kind}.expert_count", f"{kind}.expert_used_count"
-    fields.require(count, used)
     n_expert = fields.integer(count, most=most_experts(n_layer))
     function = f"{kind}.expert_gating_func"
     if fields.integer(function, _SOFTMAX, least=0) != _SOFTMAX:
@@ -166,12 +158,9 @@ def multipliers_from_gguf(metadata: Mapping[str, Any], source: str) -> Multiplie
     fields = Fields(metadata, source)
     if fields.text("general.architecture", "") != "granitemoe":
         return None
-    keys = ("embedding_scale", "attention.scale", "residual_scale", "logit_scale")
-    embedding, attention, residual, logits = (f"granitemoe.{key}" for key in keys)
-    fields.require(embedding, attention, residual, logits)
     return Multipliers(
-        embedding=fields.number(embedding),
-        attention=fields.number(attention),
-        residual=fields.number(residual),
-        logits=fields.number(logits),
+        embedding=fields.number("granitemoe.embedding_scale"),
+        attention=fields.number("granitemoe.attention.scale"),
+        residual=fields.number("granitemoe.residual_scale"),
+        logits=fields.number("granitemoe.logit_scale"),
     )

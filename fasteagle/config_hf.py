@@ -47,7 +47,7 @@ def head_from_hf(raw: Mapping[str, Any], source: str) -> HeadConfig:
     are ignored (design of the public heads). Raises `FasteagleError`, as `Fields` words it.
     """
     fields = Fields(raw, source)
-    rope, common = _common(fields, source, "vocab_size")
+    rope, common = _common(fields, source)
     block = ModelConfig(
         **common,
         n_layer=1,
@@ -83,7 +83,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def _common(
-    fields: Fields, source: str, *required: str, own: Mapping[str, Any] | None = None
+    fields: Fields, source: str, own: Mapping[str, Any] | None = None
 ) -> tuple[Fields, dict[str, Any]]:
     """Return the RoPE part of a Hugging Face config, and what models and draft heads share.
 
@@ -91,7 +91,6 @@ def _common(
     are there, it takes the older. `own` are defaults of the architecture.
     """
     own = own or {}
-    fields.require("hidden_size", "num_attention_heads", "intermediate_size", *required)
     _refuse_unsupported(fields)
     is_old = not fields.part("rope_scaling").empty
     rope = fields.part("rope_scaling" if is_old else "rope_parameters")
@@ -117,7 +116,7 @@ def from_hf(raw: Mapping[str, Any], source: str) -> ModelConfig:
             f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
         )
     own = _DEFAULTS.get(architecture, {})
-    rope, common = _common(fields, source, "num_hidden_layers", "vocab_size", own=own)
+    rope, common = _common(fields, source, own)
     n_layer = fields.integer("num_hidden_layers", most=MOST_LAYERS)
     if architecture in _EXPERT_WIDTHS:
         common |= _hf_experts(fields, architecture, n_layer)
@@ -186,7 +185,6 @@ def _hf_experts(fields: Fields, architecture: str, n_layer: int) -> dict[str, An
         return _ernie_experts(fields, n_layer)
     count = "num_local_experts" if "num_local_experts" in fields else "num_experts"
     width = _EXPERT_WIDTHS[architecture]
-    fields.require(count, "num_experts_per_tok", width)
     n_expert = fields.integer(count, most=most_experts(n_layer))
     is_granite = architecture.startswith("Granite")
     is_mixtral = architecture == "MixtralForCausalLM"
@@ -215,7 +213,6 @@ def _hf_experts(fields: Fields, architecture: str, n_layer: int) -> dict[str, An
 
 def _ernie_experts(fields: Fields, n_layer: int) -> dict[str, Any]:
     """Return the fields of Ernie-4.5's experts, which some of its blocks have."""
-    fields.require("moe_num_experts", "moe_k", "moe_intermediate_size")
     n_expert = fields.integer("moe_num_experts", most=most_experts(n_layer))
     width = "moe_intermediate_size"
     n_shared = fields.integer("moe_num_shared_experts", 2, least=0, most=MOST_EXPERTS)

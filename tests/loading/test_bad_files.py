@@ -77,7 +77,7 @@ BAD = [
     (CONFIG, "{", "cannot be read as JSON"),
     (CONFIG, "[1]", "expected a JSON object, found list"),
     (CONFIG, "[" * 100_000, "cannot be read as JSON (nested too deeply)"),
-    (CONFIG, '{"architectures": ["LlamaForCausalLM"]}', "lacks hidden_size, num_att"),
+    (CONFIG, '{"architectures": ["LlamaForCausalLM"]}', "hidden_size is missing: must"),
     (INDEX, '{"weight_map": 5}', "weight_map is 5: must be a JSON object"),
     (INDEX, "{}", "its weight_map names no tensor"),
     (INDEX, '{"weight_map": {"a": 1}}', "weight_map.a is 1: must be a text"),
