@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import hashlib
 import os
-import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from fasteagle.device import short_of_memory, unless_short
 from fasteagle.errors import FasteagleError, with_progress
 from fasteagle.loading.heads.mtp import layer_names
 from fasteagle.loading.names import MTP_LAYERS, expected_shapes, is_block_linear
-from fasteagle.loading.stored import StoredFolder, is_readable, save
+from fasteagle.loading.stored import StoredFolder, save
 from fasteagle.loading.tensors import (
     Checkpoint,
     DummyCheckpoint,
@@ -36,7 +35,6 @@ from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import Scheme, parse_scheme
 
 UNUSED_SECONDS = 30 * 86_400.0
-_NAME = re.compile(r"([0-9a-f]{24})-[0-9a-f]{12}-(.+)")  # of a folder: weights, source, scheme
 
 
 def with_scheme(
@@ -98,19 +96,12 @@ def _kept(folder: Path, notify: Callable[[str], None]) -> StoredFolder | None:
 
 
 def _prune(new: Path, notify: Callable[[str], None]) -> None:
-    """Remove folders beside `new` that nothing reads any more and nobody has used for a month.
-
-    They are of another format or name, or of the same weights, whose files have changed since.
-    """
+    """Remove folders beside `new` that nobody has used for a month."""
     limit = time.time() - UNUSED_SECONDS
     for old in new.parent.glob("[!.]*"):  # others are being written
         with contextlib.suppress(OSError):
-            if old.is_symlink() or not old.is_dir() or old.stat().st_mtime > limit:
-                continue
-            named, mine = _NAME.fullmatch(old.name), _NAME.fullmatch(new.name)
-            replaced = named is None or named.groups() == mine.groups()  # type: ignore[union-attr]
-            if replaced or not is_readable(old):
-                notify(f"removing {old}: made from files that have changed, or by an old version")
+            if old.is_dir() and not old.is_symlink() and old.stat().st_mtime < limit:
+                notify(f"removing {old}: not used for 30 days")
                 shutil.rmtree(old)
 
 

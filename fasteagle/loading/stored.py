@@ -98,14 +98,6 @@ def is_stored(raw: dict[str, Any]) -> bool:
     return isinstance(settings, dict) and settings.get("quant_method") == METHOD
 
 
-def is_readable(folder: Path) -> bool:
-    """Return whether `folder` is one that `save` of this version has written."""
-    try:
-        return bool(read_json(folder / "config.json")["quantization_config"]["format"] == FORMAT)
-    except (FasteagleError, KeyError, TypeError):
-        return False
-
-
 class StoredFolder(SafetensorsFolder):
     """Folder written by `save`. Raises `FasteagleError` for damaged and for newer ones."""
 

@@ -317,22 +317,15 @@ def test_torchao_runs_beside_ours(folder, monkeypatch):
     assert (a - b).norm() < 0.1 * b.norm()
 
 
-def test_what_no_start_reads_any_more_is_removed_after_a_month(folder, tmp_path):
-    """A model whose files change left gigabytes each time; what somebody has used stays."""
-    model = shutil.copytree(folder, tmp_path / "model")
-    kept = with_scheme(open_checkpoint(model), "int8").path.parent
-    (kept / "0123456789abcdef01234567-int8").mkdir()  # a name of old versions
-    edit_json(model / "config.json", max_position_embeddings=99)
-    last = with_scheme(open_checkpoint(model), "int8").path
-    assert len(list(kept.iterdir())) == 3
-    for old in kept.iterdir():
+def test_what_nobody_has_used_for_a_month_is_removed(folder):
+    used, unused = (with_scheme(open_checkpoint(folder), q).path for q in ("int8", "int4-g32"))
+    for old in (used, unused):
         os.utime(old, (0, 0))
-    with_scheme(open_checkpoint(model), "int8")
-    other = with_scheme(open_checkpoint(model), "int4-g32").path
-    assert set(kept.iterdir()) >= {last, other} and not list(kept.glob("*67-int8"))
-    edit_json(model / "config.json", max_position_embeddings=77)
-    newest = with_scheme(open_checkpoint(model), "int8").path
-    assert set(kept.iterdir()) == {last, other, newest}, "the first one, unused, is gone"
+    said: list[str] = []
+    with_scheme(open_checkpoint(folder), "int8", 8, said.append)
+    new = with_scheme(open_checkpoint(folder), "int4-g32-hqq", 8, said.append).path
+    assert set(used.parent.iterdir()) == {used, new}
+    assert said[0] == f"removing {unused}: not used for 30 days" and len(said) == 2
 
 
 def test_the_second_start_does_not_quantize_again(folder):
