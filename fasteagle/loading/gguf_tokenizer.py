@@ -95,7 +95,10 @@ def _file_key(path: Path) -> str:
 
 
 def set_pre_tokenizer(backend: Any, path: Path) -> None:
-    """Install the splitting rule that the file names; transformers always uses GPT-2's."""
+    """Install the splitting rule that the file names.
+
+    transformers (5.24) knows some of the names, and uses GPT-2's rule for all others.
+    """
     # For GGUF files only.
     from tokenizers import Regex
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split

@@ -79,20 +79,20 @@ def require_memory_of(name: str, options: RuntimeOptions, notify: Callable[[str]
     entry, device = REGISTRY[name], pick_device(options.device)
     if entry.repo is None:
         return
-    config = entry.config
+    config, quantized = entry.config, options.quant is not None
     scheme = BF16
     if options.quant is not None:
         scheme = parse_scheme(options.quant, config, options.head_bits)
+    dtype = pick_dtype(options.dtype, device, quantized)
     context = options.seq_len_for(config.max_seq_len, name)
     kv = "int8" if options.kv == "int8" else "auto"
-    if device.type == "cuda":
-        need = needed_bytes(config, Setting(scheme, kv, context))
-    else:
-        dtype = TORCH_DTYPES[pick_dtype(options.dtype, device, scheme is not BF16)]
-        dense, cache = required_bytes(config, dtype, context, kv)
-        need = cache + (dense if scheme is BF16 else scheme.model_bytes(config))
+    dense, cache = required_bytes(config, TORCH_DTYPES[dtype], context, kv)
+    need = cache + (scheme.model_bytes(config) if quantized else dense)
+    if device.type == "cuda":  # which counts no fp32
+        need = max(need, needed_bytes(config, Setting(scheme, kv, context)))
     free = available_bytes(device)
-    line = f"{name} needs {size_of(need)} of memory ({scheme.name}, {context:,} tokens)"
+    precision = scheme.name if quantized else dtype
+    line = f"{name} needs {size_of(need)} of memory ({precision}, {context:,} tokens)"
     if free is not None and need > free:
         fit = smaller_fit(config, free, scheme, kv, context)
         raise FasteagleError(f"{line}, {size_of(free)} free on {device}: {fit}")

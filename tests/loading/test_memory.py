@@ -138,6 +138,23 @@ def test_memory_is_told_before_a_download(monkeypatch, hub_cache, gib, said):
     assert len(lines) == (gib == 24)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "capabilities", "needs"),
+    [
+        ("auto", {"avx512_bf16": True}, "13.7 GiB of memory (bf16, 2,048 tokens)"),
+        ("auto", {}, "27.4 GiB of memory (fp32, 2,048 tokens)"),
+        ("fp32", {"avx512_bf16": True}, "27.4 GiB of memory (fp32, 2,048 tokens)"),
+    ],
+)
+def test_memory_is_told_in_the_dtype_that_will_run(monkeypatch, dtype, capabilities, needs):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    monkeypatch.setattr(opening, "available_bytes", lambda device: None)
+    lines: list[str] = []
+    options = RuntimeOptions(device="cpu", dtype=dtype, max_seq_len=2048)
+    opening.require_memory_of("vicuna-7b", options, lines.append)
+    assert lines == [f"vicuna-7b needs {needs}"]
+
+
 # Where memory is short after all
 
 
