@@ -273,6 +273,9 @@ def test_the_longest_path_of_a_shape():
 
 
 def test_other_numbers_of_nodes(head):
+    deep, both = TreeShape(12, 1, 12), FusedShape(12, 1, 14, 8)
+    assert EagleDrafter(head, deep, 512).resized(12).shape == deep
+    assert fused_drafter(head, both, 512).resized(16).shape == FusedShape(12, 1, 16, 8)
     drafter = fused_drafter(head, FusedShape(3, 3, 8, 8), 512)
     chains = fused_drafter(head, GatedChain(16), 512)
     for nodes in (1, 2, 8, 16, 30, 60):
