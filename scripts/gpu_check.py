@@ -32,14 +32,13 @@ import click
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the package of this checkout, installed or not
 
-from gpu_stages import DRY_PROMPT, PACKAGES, PROMPTS, Stage, all_stages  # noqa: E402
-
 from fasteagle.cli.command import Script  # noqa: E402
 from fasteagle.errors import FasteagleError, note, suggest  # noqa: E402
 from fasteagle.loading.registry import local_path  # noqa: E402
 from fasteagle.options import DEFAULT_MODEL  # noqa: E402
 from fasteagle.paths import require_writable, write_atomic  # noqa: E402
 from fasteagle.tables import print_table  # noqa: E402
+from gpu_stages import DRY_PROMPT, PACKAGES, PROMPTS, Stage, all_stages  # noqa: E402
 
 RECORD = "gpu_check.json"
 LEAST_SECONDS = 5.0  # with less time left a stage does not begin

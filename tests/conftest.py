@@ -25,7 +25,6 @@ from fasteagle.loading.tensors import fingerprint
 from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.options import DEFAULT_MODEL
 from helpers import (
-    SCRIPTS,
     eagle3_of,
     invoke,
     random_head,
@@ -191,10 +190,9 @@ def questions(tmp_path):
 
 
 @pytest.fixture
-def script(monkeypatch):
+def script():
     """Runs scripts/tokens_per_sec.py in this process."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    import tokens_per_sec
+    import tokens_per_sec  # most tests do without it
 
     return functools.partial(invoke, main=tokens_per_sec.main)
 

@@ -7,17 +7,10 @@ import json
 import pytest
 import torch
 
+import moeify
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from gguf_files import write_gguf
-from helpers import SCRIPTS, invoke, logits_of, make_hf_model, save_tiny
-
-
-@pytest.fixture
-def moeify(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    import moeify
-
-    return moeify
+from helpers import invoke, logits_of, make_hf_model, save_tiny
 
 
 def computed(path):
@@ -35,7 +28,7 @@ def write_answers(path, n):
 
 @pytest.mark.parametrize("family", ["llama2", "smollm2"])
 @torch.no_grad()
-def test_copies_are_the_dense_model_whatever_is_taken(tmp_path, moeify, family):
+def test_copies_are_the_dense_model_whatever_is_taken(tmp_path, family):
     dense = save_tiny(tmp_path / "dense", family)
     data = write_answers(tmp_path / "data.jsonl", 64)
     arguments = [tmp_path / "moe", "--model", dense, "--experts", 4, "--data", data]
@@ -57,7 +50,7 @@ def test_copies_are_the_dense_model_whatever_is_taken(tmp_path, moeify, family):
 
 
 @torch.no_grad()
-def test_routers_are_made_from_the_inputs_of_each_block(tmp_path, moeify):
+def test_routers_are_made_from_the_inputs_of_each_block(tmp_path):
     """Those that the model computes for a window, whatever stands in the windows before it."""
     dense = open_checkpoint(save_tiny(tmp_path / "dense", "llama2"))
     model = load_model(dense, dtype=torch.float32, device="cpu", max_seq_len=64)
@@ -75,9 +68,10 @@ def test_routers_are_made_from_the_inputs_of_each_block(tmp_path, moeify):
         assert torch.equal(layer.router.weight, alone.router.weight)
 
 
-def test_copies_of_a_gguf_file_have_its_bits(tmp_path, moeify):
+@pytest.mark.parametrize(("table", "blocks"), [("Q8_0", "Q4_1"), ("F32", "F32")])
+def test_copies_of_a_gguf_file_have_its_bits(tmp_path, table, blocks):
     def kind(name):
-        return "Q8_0" if "embed" in name else "Q4_1"
+        return table if "embed" in name else blocks
 
     write_gguf(tmp_path / "dense.gguf", make_hf_model("smollm2"), kind)
     source = open_checkpoint(tmp_path / "dense.gguf")
@@ -85,7 +79,7 @@ def test_copies_of_a_gguf_file_have_its_bits(tmp_path, moeify):
     model = load_model(source, dtype=torch.float32, device="cpu", max_seq_len=64)
     text = torch.randint(3, 100, (4, 64), generator=torch.Generator().manual_seed(0))
     tensors = moeify.all_tensors(source, config, moeify.fit(model, config, text))
-    moeify.write_gguf(tmp_path / "moe.gguf", source, config, tensors, "Q4_1")
+    moeify.write_gguf(tmp_path / "moe.gguf", source, config, tensors, blocks)
     read = open_checkpoint(tmp_path / "moe.gguf")
     assert read.config == config
     for name, tensor in tensors.items():
@@ -98,7 +92,7 @@ def test_copies_of_a_gguf_file_have_its_bits(tmp_path, moeify):
     assert (computed(tmp_path / "moe.gguf") - expected).abs().max() < 1e-4
 
 
-def test_what_cannot_be_made_is_one_line(tmp_path, moeify):
+def test_what_cannot_be_made_is_one_line(tmp_path):
     dense = str(save_tiny(tmp_path / "dense", "qwen2"))
     llama = str(save_tiny(tmp_path / "llama", "llama2"))
     data = str(write_answers(tmp_path / "data.jsonl", 8))

@@ -125,8 +125,10 @@ def storage_named(name: str, config: ModelConfig) -> Storage:
     "int4" takes the widest groups that fit the model. Raises `FasteagleError` for unknown names.
     """
     options = RuntimeOptions().at(name)
-    scheme = options.quant and parse_scheme(options.quant, config, options.head_bits)
-    return Storage(scheme or None, 4 if options.dtype == "fp32" else 2)
+    n_bytes = 4 if options.dtype == "fp32" else 2
+    if options.quant is None:
+        return Storage(None, n_bytes)
+    return Storage(parse_scheme(options.quant, config, options.head_bits), n_bytes)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,25 +7,18 @@ import json
 
 import pytest
 
+import gpu_check
 from fasteagle.loading.registry import local_path
 from fasteagle.options import DEFAULT_MODEL
-from helpers import SCRIPTS, invoke
+from helpers import invoke
 
 
-@pytest.fixture
-def check(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    import gpu_check
-
-    return gpu_check
-
-
-def run(check, out, *arguments):
-    return invoke("--out", out, *arguments, main=check.main)
+def run(out, *arguments):
+    return invoke("--out", out, *arguments, main=gpu_check.main)
 
 
 @pytest.mark.parametrize("dry", [True, False])
-def test_every_stage_is_a_command_with_options_that_exist(check, monkeypatch, tmp_path, dry):
+def test_every_stage_is_a_command_with_options_that_exist(monkeypatch, tmp_path, dry):
     started = []
 
     def parsed(command, *_):
@@ -44,44 +37,46 @@ def test_every_stage_is_a_command_with_options_that_exist(check, monkeypatch, tm
         assert 0 < limit <= (400 if dry else 540)
         return parsed(command)
 
-    monkeypatch.setattr(check, "run_limited", logged)
-    monkeypatch.setattr(check, "CARRIED", tmp_path / "carry")
+    monkeypatch.setattr(gpu_check, "run_limited", logged)
+    monkeypatch.setattr(gpu_check, "CARRIED", tmp_path / "carry")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for call, text in (("1", "first "), ("2", "second")):
         (tmp_path / "carry" / call).mkdir(parents=True)
         (tmp_path / "carry" / call / f"model.gguf.{call}of2").write_text(text)
-        check.all_stages(dry, tmp_path / "carry")
+        gpu_check.all_stages(dry, tmp_path / "carry")
         assert (local_path(DEFAULT_MODEL) is None) == (call == "1"), "of a part nothing is made"
     (tmp_path / "carry/1/torchao-1-any.whl").write_text("")
-    groups = check.all_stages(dry, tmp_path / "carry")
+    groups = gpu_check.all_stages(dry, tmp_path / "carry")
     assert [group[0].name for group in groups] == ["start", "kernels", "two_turns", "contexts"]
     assert groups[0][-1].name == "leak", "last, with the device for itself"
     entries = []
     for group in range(1, 5):
-        done = run(check, tmp_path, *(["--dry-run"] if dry else []), "--group", group)
+        done = run(tmp_path, *(["--dry-run"] if dry else []), "--group", group)
         assert done.exit_code == 0, done.output
-        entries = json.loads((tmp_path / check.RECORD).read_text())["stages"]
+        entries = json.loads((tmp_path / gpu_check.RECORD).read_text())["stages"]
     expected = [stage.name for group in groups for stage in group]
     assert [entry["name"] for entry in entries] == expected and "packages" in expected
     assert len(started) == len(entries) and not any(entry["error"] for entry in entries)
     assert local_path(DEFAULT_MODEL).read_text() == "first second"
 
 
-def test_a_stage_that_fails_or_hangs_does_not_stop_the_next(check, monkeypatch, tmp_path):
+def test_a_stage_that_fails_or_hangs_does_not_stop_the_next(monkeypatch, tmp_path):
     lines = {
         "start": "print('a card')",
         "kernels": "print('first'); import sys; sys.exit('no memory left')",
         "profile": "import time; print('half of it', flush=True); time.sleep(60)",
         "speed": "print('all is well')",
     }
-    stages = [check.Stage(name, name, ["-c", line], minutes=0.05) for name, line in lines.items()]
-    monkeypatch.setattr(check, "all_stages", lambda *_: [stages])
+    stages = [
+        gpu_check.Stage(name, name, ["-c", line], minutes=0.05) for name, line in lines.items()
+    ]
+    monkeypatch.setattr(gpu_check, "all_stages", lambda *_: [stages])
 
     def errors():
-        entries = json.loads((tmp_path / check.RECORD).read_text())["stages"]
+        entries = json.loads((tmp_path / gpu_check.RECORD).read_text())["stages"]
         return {entry["name"]: entry["error"] for entry in entries}
 
-    assert run(check, tmp_path).exit_code == 1
+    assert run(tmp_path).exit_code == 1
     assert errors() == {
         "start": None,
         "kernels": "exit code 1: no memory left",
@@ -90,8 +85,10 @@ def test_a_stage_that_fails_or_hangs_does_not_stop_the_next(check, monkeypatch, 
     }
     assert (tmp_path / "profile.log").read_text() == "half of it\n"
     # The others stay in the record when one is run again; without a device nothing else runs.
-    stages[:2] = [check.Stage(name, name, ["-c", "1 / 0"], needed=True) for name in ("start", "x")]
-    assert run(check, tmp_path, "--stages", "start,x").exit_code == 1
+    stages[:2] = [
+        gpu_check.Stage(name, name, ["-c", "1 / 0"], needed=True) for name in ("start", "x")
+    ]
+    assert run(tmp_path, "--stages", "start,x").exit_code == 1
     failures = errors()
     assert "ZeroDivisionError" in failures["start"] and failures["x"] == "not run: start failed"
     assert failures["kernels"] == "exit code 1: no memory left" and failures["speed"] is None

@@ -7,21 +7,13 @@ import dataclasses
 import pytest
 import torch
 
+import bench_kernels
 from fasteagle.bench import linear_cases
 from fasteagle.errors import FasteagleError
 from fasteagle.quant import interleaved
-from helpers import SCRIPTS
 
 CPU = torch.device("cpu")
 ODD = 160, 96  # neither whole blocks nor whole tiles
-
-
-@pytest.fixture
-def bench(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    import bench_kernels
-
-    return bench_kernels
 
 
 @pytest.mark.parametrize("kernel", linear_cases.OURS)
@@ -34,7 +26,7 @@ def test_cases_of_our_formats_are_right(kernel):
     assert len(case.calls) >= 2
 
 
-def test_a_wrong_result_is_not_timed(bench, monkeypatch):
+def test_a_wrong_result_is_not_timed(monkeypatch):
     def wrong(x, weight, accumulate):
         y = interleaved.linear(x[:, : weight.K], weight, accumulate=accumulate)
         y[1, 3] += 0.01 * y.abs().max()
@@ -42,7 +34,7 @@ def test_a_wrong_result_is_not_timed(bench, monkeypatch):
 
     monkeypatch.setattr(linear_cases, "reference_product", wrong)
     with pytest.raises(FasteagleError, match=r"2 rows by \[160, 96\] are wrong: error .*, limit"):
-        bench.measure("int4-g32", *ODD, [2], "fp32", 1, "cpu")
+        bench_kernels.measure("int4-g32", *ODD, [2], "fp32", 1, "cpu")
 
 
 def test_partial_sums_are_checked_by_their_sum():

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
-
+import long_prompts
 from fasteagle.prompts import read_questions
-from helpers import SCRIPTS, invoke
+from helpers import invoke
 
 
-@pytest.fixture
-def script(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    import long_prompts
-
-    return long_prompts
-
-
-def test_three_kinds_in_turn(script, tiny_dir, tmp_path):
+def test_three_kinds_in_turn(tiny_dir, tmp_path):
     out, again = tmp_path / "long.jsonl", tmp_path / "again.jsonl"
     for path in (out, again):
         args = ("--model", tiny_dir, "--tokens", 400, "--count", 7, "--out", path)
-        done = invoke(*args, main=script.main)
+        done = invoke(*args, main=long_prompts.main)
         assert done.exit_code == 0, done.output
     texts = [question.turns[0] for question in read_questions(out, None)]
     assert len(set(texts)) == 7 and out.read_bytes() == again.read_bytes()

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import re
 
 import pytest
 
+import roofline
 from fasteagle.loading.registry import preset
-from helpers import SCRIPTS, invoke
+from helpers import invoke
 
 LLAMA = preset("llama2-7b")
 
 
-@pytest.fixture
-def roofline(monkeypatch):
-    """Runs scripts/roofline.py in this process."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    import roofline
-
-    return functools.partial(invoke, main=roofline.main)
+def run(*arguments):
+    return invoke(*arguments, main=roofline.main)
 
 
 def limits(result):
@@ -46,9 +41,9 @@ def numbers(cell):
 SEVEN_B = ("--device", "RTX 3090", "--model", "llama2-7b", "--tau", 3.6)
 
 
-def test_the_command_prints_the_limits(roofline):
+def test_the_command_prints_the_limits():
     rows = "--rows", "hf,plain,eagle,eagle-chain,ngram", "--precision", "bf16,int4"
-    table = limits(roofline(*SEVEN_B, *rows))
+    table = limits(run(*SEVEN_B, *rows))
     assert len(table) == 5 + 4 and ("hf", "int4") not in table
     assert table["hf", "bf16"]["tok/s"] == table["plain", "bf16"]["tok/s"] == "68.1"
     plain, eagle = table["plain", "int4"], table["eagle", "int4"]
@@ -62,9 +57,9 @@ def test_the_command_prints_the_limits(roofline):
     assert float(plain["GFLOP"]) == pytest.approx(flops / 1e9, abs=0.5)
 
 
-def test_a_precision_is_named_as_everywhere(roofline):
+def test_a_precision_is_named_as_everywhere():
     names = "int4", "int4-aten", "int4-lm4", "int4-fp32"
-    table = limits(roofline(*SEVEN_B, "--rows", "plain", "--precision", ",".join(names)))
+    table = limits(run(*SEVEN_B, "--rows", "plain", "--precision", ",".join(names)))
     sizes = (table["plain", name]["MB"] for name in names)
     whole, same, small, wide = (float(size.replace(",", "")) for size in sizes)
     head = 32000 * 4096 / 1e6  # a byte for each weight; half of one and 4 for 128 weights
@@ -72,8 +67,8 @@ def test_a_precision_is_named_as_everywhere(roofline):
     assert wide - whole == pytest.approx(LLAMA.kv_bytes(1024, 2) / 1e6, abs=1)
 
 
-def test_the_terms_add_up_to_the_speed_that_the_readme_names(roofline):
-    done = roofline(*SEVEN_B, "--fp16-accumulate", "--terms")
+def test_the_terms_add_up_to_the_speed_that_the_readme_names():
+    done = run(*SEVEN_B, "--fp16-accumulate", "--terms")
     assert done.exit_code == 0, done.stderr
     _, terms, predicted = done.stdout.strip().split("\n\n")
     assert predicted.startswith("llama2-7b, RTX 3090, int4, predicted: ")
@@ -87,9 +82,9 @@ def test_the_terms_add_up_to_the_speed_that_the_readme_names(roofline):
     assert "443 (400 to 479) tok/s at tau 3.6, plain 169 (152 to 182) tok/s, 1,024" in predicted
 
 
-def test_every_model_on_every_card_with_the_memory(roofline):
+def test_every_model_on_every_card_with_the_memory():
     models, cards = "llama2-7b,vicuna-33b,llama2-70b", "3090,4090,h100,h200"
-    done = roofline("--tau", 3.6, "--fp16-accumulate", "--model", models, "--device", cards)
+    done = run("--tau", 3.6, "--fp16-accumulate", "--model", models, "--device", cards)
     table = speeds(done)
     assert len(table) == 12
     without = {place[:2] for place, cells in table.items() if cells[0] == "does not fit"}
@@ -99,9 +94,9 @@ def test_every_model_on_every_card_with_the_memory(roofline):
     assert (times, ms, ratio) == ("2.63", "8.13", "1.05"), "as docs/measuring.md says"
 
 
-def test_batches_with_what_fits_the_card(roofline):
+def test_batches_with_what_fits_the_card():
     batch = "--batch", "1,8,9,15,16", "--context", 2048, "--precision", "fp16,int4"
-    table = speeds(roofline(*SEVEN_B, *batch))
+    table = speeds(run(*SEVEN_B, *batch))
     rows = {place[2:]: cells for place, cells in table.items()}
     assert len(rows) == 10
     plain, low, high = numbers(rows["fp16", "8"][0])
@@ -130,7 +125,7 @@ def test_batches_with_what_fits_the_card(roofline):
         (["--model", "lama"], "unknown preset 'lama'"),
     ],
 )
-def test_bad_input_to_the_command(roofline, arguments, message):
-    result = roofline(*arguments)
+def test_bad_input_to_the_command(arguments, message):
+    result = run(*arguments)
     assert result.exit_code == 2 and message in result.stderr and result.stdout == ""
     assert result.stderr.count("\n") == 1

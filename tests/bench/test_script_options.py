@@ -6,7 +6,7 @@ import importlib
 
 import pytest
 
-from helpers import SCRIPTS, invoke
+from helpers import invoke
 
 REFUSED = [
     ("long_prompts", "--out x --count 0", "'--count': 0 is not in the range x>=1"),
@@ -19,7 +19,6 @@ REFUSED = [
 
 @pytest.mark.parametrize(("name", "words", "message"), REFUSED)
 def test_refused_at_once(name, words, message, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "none").touch()
     script = importlib.import_module(name)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+import bench_kernels
 from fasteagle.errors import FasteagleError
 from fasteagle.quant import interleaved, kernels, packed, tiling
 from helpers import invoke, output_of
@@ -228,21 +228,13 @@ def test_buffers_of_the_programs_at_once_fit_a_multiprocessor(bits, group, K):
         assert cut.resident == 3 or 3 * (tiling.OWN_BYTES + 2 * stage) > tiling.SHARED_BYTES
 
 
-@pytest.fixture
-def bench(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
-    import bench_kernels
-
-    return bench_kernels
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device to measure")
-def test_the_benchmark_says_in_one_line_what_it_needs(bench):
-    result = invoke(main=bench.main)
+def test_the_benchmark_says_in_one_line_what_it_needs():
+    result = invoke(main=bench_kernels.main)
     assert result.exit_code == 2
     assert result.stderr.count("\n") == 1 and "no CUDA device" in result.stderr
     for option, value in (("--rows", "8,0"), ("--kernels", "int3"), ("--linears", "gate")):
-        result = invoke(option, value, main=bench.main)
+        result = invoke(option, value, main=bench_kernels.main)
         assert result.exit_code == 2 and value.split(",")[-1] in result.stderr, option
 
 

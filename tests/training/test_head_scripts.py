@@ -9,18 +9,12 @@ import sys
 import pytest
 import torch
 
+import head_prompts
+import head_quality
 from fasteagle.loading.heads.write import save_head
 from fasteagle.loading.open import open_model
 from fasteagle.options import RuntimeOptions
-from helpers import SCRIPTS, invoke, random_head, write_random_text
-
-
-@pytest.fixture
-def module(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    import head_quality
-
-    return head_quality
+from helpers import invoke, random_head, write_random_text
 
 
 @pytest.fixture
@@ -33,11 +27,11 @@ def heads(tiny_dir, tmp_path):
     return folders
 
 
-def test_a_line_for_each_head(module, tiny_dir, heads, tmp_path):
+def test_a_line_for_each_head(tiny_dir, heads, tmp_path):
     text = write_random_text(tmp_path / "t.jsonl", 5, 30)
     named = [word for head in heads for word in ("--head", head)]
     options = ("--model", tiny_dir, "--data", text, "--limit", 4)
-    done = invoke(*options, *named, main=module.main)
+    done = invoke(*options, *named, main=head_quality.main)
     assert done.exit_code == 0, done.stderr
     lines = done.stdout.splitlines()
     for table in (0, 5):
@@ -46,11 +40,11 @@ def test_a_line_for_each_head(module, tiny_dir, heads, tmp_path):
     assert "of 4 answers" in lines[-1]
 
 
-def test_what_is_refused(module, tiny_dir, heads, tmp_path, monkeypatch):
+def test_what_is_refused(tiny_dir, heads, tmp_path, monkeypatch):
     text = write_random_text(tmp_path / "t.jsonl", 3, 30)
 
     def refusal(*words) -> str:
-        done = invoke("--model", tiny_dir, *words, main=module.main)
+        done = invoke("--model", tiny_dir, *words, main=head_quality.main)
         assert done.exit_code == 2
         return done.stderr.splitlines()[-1]
 
@@ -63,9 +57,6 @@ def test_what_is_refused(module, tiny_dir, heads, tmp_path, monkeypatch):
 
 
 def test_prompts_of_every_kind(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    import head_prompts
-
     monkeypatch.setattr(head_prompts, "library_functions", lambda: [FUNCTION])
     seeds = tmp_path / "seeds.jsonl"
     seeds.write_text('{"instruction": "Sing.", "input": "{it}", "output": "la"}\n')

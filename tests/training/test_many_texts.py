@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 
+import train_on_card
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading.heads.read import load_head
@@ -17,15 +18,7 @@ from fasteagle.prompts import Conversation, read_conversations
 from fasteagle.training import many_texts
 from fasteagle.training.dialogues import Request
 from fasteagle.training.many_texts import ManyTexts, features_of
-from helpers import (
-    SCRIPTS,
-    Letters,
-    invoke,
-    random_target,
-    tiny_config,
-    write_questions,
-    write_random_text,
-)
+from helpers import Letters, invoke, random_target, tiny_config, write_questions, write_random_text
 
 GREEDY, DRAWN = SamplingParams(), SamplingParams(1.0)
 
@@ -136,11 +129,8 @@ EAGLE3 = {"algorithm": "eagle3", "self_fed_steps": 1, "draft_vocab_size": 40, **
 
 
 @pytest.fixture
-def run(tiny_dir, tmp_path, monkeypatch):
+def run(tiny_dir, tmp_path):
     """Runs the script on the tiny model with these recipes."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    import train_on_card
-
     measured = write_random_text(tmp_path / "m.jsonl", 3, 30)
     words = ["--model", tiny_dir, "--device", "cpu", "--measure-on", measured]
     words += ["--recipes", tmp_path / "recipes.json", "--length", 200, "--out", tmp_path / "out"]
