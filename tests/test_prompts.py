@@ -29,6 +29,7 @@ BAD_CONVERSATIONS = [
     ('{"ids": [1, true], "prompt_len": 1}', "ids must be a list of integers"),
     ('{"ids": [1, 2], "prompt_len": 0}', "prompt_len must be an integer >= 1"),
     ('{"ids": [1, 2], "prompt_len": "1"}', "prompt_len must be an integer >= 1"),
+    ('{"ids": [1, 2], "prompt_len": 1e30}', "prompt_len must be an integer >= 1"),
     ('{"ids": [1, 300], "prompt_len": 1}', "token id 300 is outside the vocabulary of 300"),
     ('{"ids": [1, -1], "prompt_len": 1}', "token id -1 is outside the vocabulary of 300"),
 ]
@@ -50,6 +51,21 @@ def test_bad_conversations(tmp_path, line, message):
     with pytest.raises(FasteagleError) as caught:
         read_conversations(path, 300, 512)
     assert str(caught.value).startswith(f"{path}, line 2: ") and message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"turns": ["\xff"]}', "cannot read .*: it is not UTF-8"),
+        (b"\n \n", "no questions in it|no conversation with an answer"),
+    ],
+)
+def test_files_without_a_line_to_read(tmp_path, content, message):
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(content)
+    for read in (lambda: read_questions(path, None), lambda: read_conversations(path, 300, 512)):
+        with pytest.raises(FasteagleError, match=message):
+            read()
 
 
 def test_a_mark_of_the_byte_order(tmp_path):

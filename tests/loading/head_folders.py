@@ -131,28 +131,3 @@ def write_folder(folder: Path, raw: Raw, state: State, pickled: bool = False) ->
     else:
         save_file({k: t.contiguous() for k, t in state.items()}, folder / "model.safetensors")
     return folder
-
-
-def official_files(folder: Path, head: EagleHead, pickled: bool, bias: bool) -> None:
-    """A head as published: no header, no RoPE base in the config, EAGLE-1/2 copies an embedding."""
-    state = {k: v.clone() for k, v in official_state(head).items() if k != "d2t"}
-    if head.config.eagle3 is None:
-        state["embed_tokens.weight"] = torch.zeros(60, 32)
-    if not bias:
-        del state["fc.bias"]
-    if pickled:
-        torch.save(state, folder / "pytorch_model.bin")
-    else:
-        save_file(state, folder / "model.safetensors")
-    c = head.config.block
-    raw = {
-        "hidden_size": c.dim,
-        "intermediate_size": c.ffn_dim,
-        "num_attention_heads": c.n_head,
-        "num_key_value_heads": c.n_kv_head,
-        "vocab_size": c.vocab_size,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 16,
-        "num_hidden_layers": 40,
-    }
-    (folder / "config.json").write_text(json.dumps(raw if bias else {**raw, "bias": False}))

@@ -181,16 +181,6 @@ def test_dummy_weights_fit_the_shape_and_repeat():
     assert sum(p.numel() for p in model.parameters()) == config.params
 
 
-def test_truncated_torch_bin(folder):
-    tensors = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    path = folder / "pytorch_model.bin"
-    torch.save(tensors, path)
-    path.write_bytes(path.read_bytes()[:5000])
-    with pytest.raises(FasteagleError, match=r"pytorch_model\.bin"):
-        load(folder)
-
-
 @pytest.mark.parametrize("same", [True, False])
 def test_a_tied_model_with_an_lm_head_of_its_own(folder, tiny_dir, same):
     """transformers does not tie it either where the values differ."""

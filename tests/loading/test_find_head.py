@@ -12,13 +12,12 @@ import torch
 from fasteagle.errors import FasteagleError
 from fasteagle.loading import registry
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
-from fasteagle.loading.entries import EAGLE3
 from fasteagle.loading.heads.find import find_head, may_find_head
 from fasteagle.loading.heads.read import with_vocabulary
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.paths import cache_dir
-from head_folders import official_files
-from helpers import eagle3_of, invoke, random_head, save_tiny
+from head_folders import DIALECTS, head_for, write_folder
+from helpers import invoke, random_head, save_tiny
 from hub_cache import put_in_cache
 
 
@@ -69,19 +68,16 @@ def test_published_heads_are_fetched_at_their_commit_not_the_newest(
         assert files is not None and (files.path, files.origin) == (snapshot, published.repo)
 
 
-@pytest.mark.parametrize("name", ["vicuna-13b"])
-def test_chat_by_name_finds_target_and_published_head(name, tmp_path, hub_cache):
+def test_chat_by_name_finds_target_and_published_head(tmp_path, hub_cache):
     """A fake hub cache with a tiny target and a tiny head in the published layouts."""
+    name = "vicuna-13b"
     entry = registry.REGISTRY[name]
     published = entry.heads[0]
     target_dir = save_tiny(tmp_path / "target", num_hidden_layers=8)
     checkpoint = open_checkpoint(target_dir)
     model = load_model(checkpoint, dtype=torch.float32, device="cpu", max_seq_len=64)
-    folder = tmp_path / "head"
-    folder.mkdir()
-    own = eagle3_of("eagle3" if published.algorithm == EAGLE3 else "eagle1", model.config)
-    head = random_head(model, rope_scaling=None, rope_base=10000.0, eagle3=own)
-    official_files(folder, head, pickled=True, bias=name == "llama2-7b")
+    head = head_for(model, "official EAGLE-3")
+    folder = write_folder(tmp_path / "head", *DIALECTS["official EAGLE-3"](head), pickled=True)
     put_in_cache(hub_cache, target_dir, entry.repo, entry.revision)
     put_in_cache(hub_cache, folder, published.repo, published.revision or "2" * 40)
     arguments = f"chat --model {name} -p hello --max-new-tokens 9 --precision fp32".split()

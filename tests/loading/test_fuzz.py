@@ -28,7 +28,6 @@ from fasteagle.loading.imported import open_quantized
 from fasteagle.loading.layouts import declared_kinds
 from fasteagle.loading.quantize import write_folder
 from fasteagle.loading.tokenizer import load_tokenizer
-from fasteagle.prompts import read_conversations, read_questions
 from fasteagle.quant.scheme import Scheme
 from fasteagle.shapes import TreeShape
 from gguf_files import write_gguf
@@ -309,7 +308,7 @@ def test_config_of_our_own_folder(folder, tmp_path, part, changed):
 
 SETTINGS = changes(
     *("bits", "group_size", "sym", "desc_act", "format", "dynamic", "config_groups", "w_bit"),
-    *("version"),
+    "version",
 )
 GROUPS = st.builds(
     lambda weights, group: {"config_groups": {"g": {"weights": weights, **group}}},
@@ -329,30 +328,3 @@ def test_settings_of_other_tools(folder, method, changed, beside):
     outcome(lambda: declared_kinds(method, declared))
     raw = json.loads((folder / "config.json").read_text())
     outcome(lambda: open_quantized(folder, {**raw, "quantization_config": declared}))
-
-
-LETTERS = st.text(st.sampled_from("aé\ud83d\u2028"))  # with half a character
-LINES = st.one_of(
-    VALUES.map(json.dumps),
-    changes("turns", "ids", "prompt_len", "T").map(json.dumps),
-    st.builds(
-        lambda ids, n: json.dumps({"ids": ids, "prompt_len": n}),
-        st.lists(INTEGERS, max_size=8),
-        INTEGERS,
-    ),
-    st.lists(st.text(st.sampled_from("aé\ud83d\u2028")), max_size=3).map(
-        lambda turns: json.dumps({"turns": turns})
-    ),
-    st.text(),
-)
-
-
-@fuzz(500)
-@given(lines=st.lists(LINES, max_size=3), raw=st.none() | st.binary())
-def test_json_lines(tmp_path, lines, raw):
-    path = tmp_path / "lines.jsonl"
-    path.write_bytes("\n".join(lines).encode("utf-8", "replace") if raw is None else raw)
-    questions = outcome(lambda: read_questions(path, None))
-    assert questions is None or all(turn.encode() for q in questions for turn in q.turns)
-    conversations = outcome(lambda: read_conversations(path, 300, 8))
-    assert conversations is None or all(0 <= i < 300 for c in conversations for i in c.ids)

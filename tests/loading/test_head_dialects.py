@@ -159,12 +159,6 @@ def renamed(name, other):
     return change
 
 
-def zeros(state):
-    """Draft the whole vocabulary, by a map of zeros."""
-    state["lm_head.weight"] = torch.ones(60, 32)
-    state |= {"d2t": torch.zeros(60, dtype=torch.int64), "t2d": torch.zeros(60, dtype=torch.bool)}
-
-
 E1, E3 = "official EAGLE-1/2", "official EAGLE-3"
 SF, NV, SP = "SpecForge / SGLang EAGLE-3", "NVIDIA ModelOpt EAGLE-3", "speculators / vLLM EAGLE-3"
 OTHERS = "which fasteagle does not run: use an EAGLE-1, EAGLE-2 or EAGLE-3 head, or --drafter ngram"
@@ -206,7 +200,6 @@ BAD = [
     (E1, put("d2t", torch.zeros(0, dtype=torch.int64)), "d2t does not list ascending ids"),
     (E1, said(draft_vocab_size=30), "missing d2t"),
     (E1, said(draft_vocab_size=60), None),
-    (E3, lambda r, s: (r.update(draft_vocab_size=60), zeros(s)), None),  # as Vicuna's own has it
     (E3, changed("d2t", lambda d2t: d2t[0]), "d2t and t2d do not agree"),
     (E3, renamed("d2t", "draft_id_to_target_id"), None),
     (SP, renamed("d2t", "draft_id_to_target_id"), None),
@@ -258,12 +251,3 @@ def test_full_vocabulary_with_a_map_of_zeros(target, tmp_path):
     zeros = {"d2t": torch.zeros(60, dtype=torch.int64), "t2d": torch.zeros(60, dtype=torch.bool)}
     write_folder(tmp_path, raw | {"draft_vocab_size": 60}, state | zeros)
     assert load_head(tmp_path, CONFIG)[0].target_ids().tolist() == list(range(60))
-
-
-def test_norm_before_residual_is_false_where_speculators_does_not_say(target, tmp_path):
-    """As in the package that defines the format, whatever vLLM assumes."""
-    head = head_for(target, "speculators / vLLM EAGLE-3")
-    raw, state = DIALECTS["speculators / vLLM EAGLE-3"](head)
-    del raw["norm_before_residual"]
-    write_folder(tmp_path, raw, state)
-    assert load_head(tmp_path, CONFIG)[0].config.eagle3.norm_before_residual is False

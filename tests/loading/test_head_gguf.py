@@ -273,13 +273,8 @@ def test_tensors_that_are_wrong(target, tokenizer, tmp_path, monkeypatch, name, 
 def test_export_with_the_tokenizer_of_a_file(target, tokenizer, tmp_path):
     head = head_for(target, KIND)
     save_head(tmp_path / "ours", head, {}, torch.bfloat16)
-    with pytest.raises(FasteagleError, match="its tokenizer has 60 tokens, the model 61: give"):
-        write(tmp_path / "o", head, official_state(head), tokenizer, vocab_size=61)
-    with pytest.raises(FasteagleError, match="architecture 'llama' is no draft head: give"):
-        open_head(tokenizer)
     files = (tmp_path / "ours", "--to", "gguf", "-o", tmp_path / "h.gguf")
-    export = ("export-head", *files, "--tokenizer-from", tokenizer)
-    result = invoke(*export)
+    result = invoke("export-head", *files, "--tokenizer-from", tokenizer)
     assert result.exit_code == 0, result.stderr
     loaded, _ = load_head(tmp_path / "h.gguf", CONFIG)
     ours, _ = load_head(tmp_path / "ours", CONFIG)

@@ -365,10 +365,3 @@ def test_zeros_are_required_where_no_group_is_symmetric():
     symmetric = compressed_settings({"symmetric": True})["config_groups"]["group_0"]
     settings["config_groups"]["group_1"] = symmetric
     assert "weight_zero_point" not in CompressedTensorsLayout(settings).required
-
-
-def test_damaged_g_idx_is_named_by_columns_too(tmp_path):
-    write_case(tmp_path, "gptq")
-    change_tensors(tmp_path, lambda t: t[f"{Q_PROJ}.g_idx"].clamp_(max=2))
-    with pytest.raises(FasteagleError, match=r"q_proj\.weight: g_idx"):
-        open_folder(tmp_path).columns(f"{Q_PROJ}.weight")
