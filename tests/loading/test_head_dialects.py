@@ -216,8 +216,8 @@ BAD = [
     (SF, aux_ids(1, 3), "fc reads 96 values, 3 layers of 32, but the layers are 2, 4: give"),
     (SF, aux_ids("1", 2, 3), r"\['1', 2, 3\]: must be a list of block numbers"),
     # What is no EAGLE head of ours, by its name.
-    *((name, said(rope_scaling=YARN), f"nor llama3, {OTHERS}") for name in (E1, E3, SF, NV)),
-    (SP, lambda r, s: r["transformer_layer_config"].update(rope_parameters=YARN), OTHERS),
+    *((name, said(rope_scaling=YARN), "RoPE scaling 'yarn' is not") for name in (E1, E3, SF, NV)),
+    (SP, lambda r, s: r["transformer_layer_config"].update(rope_parameters=YARN), "'yarn' is not"),
     (SF, said(parallel_drafting=True), rf"\(P-EAGLE, .* in place of features\), {OTHERS}"),
     (SP, put("mask_hidden", torch.ones(1)), "P-EAGLE, which needs one pass of the draft head for"),
     (SP, said(architectures=["DFlashDraftModel"]), rf"\(DFlash, .* of every layer\), {OTHERS}"),

@@ -193,7 +193,6 @@ _REFUSED = {
     "the EAGLE-1 form that speculators has given up": ("fusion_fc",),
 }
 _REFUSED_KEYS = ("parallel_drafting", "dflash_config", "medusa_num_heads")
-_ROPE_KINDS = (None, "default", "linear", "llama3")
 
 
 def refuse_others(name: str, raw: Raw, tensors: Iterable[str] = ()) -> None:
@@ -203,10 +202,7 @@ def refuse_others(name: str, raw: Raw, tensors: Iterable[str] = ()) -> None:
     """
     keys = [key for key in _REFUSED_KEYS if raw.get(key) not in (None, False)]
     words = " ".join([_kinds(raw), *tensors, *keys])
-    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    rope_kind = rope.get("rope_type") or rope.get("type")
     traits = {what: any(mark in words for mark in marks) for what, marks in _REFUSED.items()} | {
-        "RoPE scaling that is neither linear nor llama3": rope_kind not in _ROPE_KINDS,
         "no auxiliary features": dotted(raw).get(NESTED + "use_aux_hidden_state") is False,
         "features that are read with their own token (shifted is false)": (
             raw.get("shifted") is False
