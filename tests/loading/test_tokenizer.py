@@ -349,7 +349,7 @@ def test_a_tokenizer_of_random_weights_answers_as_others_do():
     assert dummy.encode_rest(text, 4) == ids[1:] and dummy.encode_rest(text, len(text)) == []
     assert dummy.decode(ids) == dummy.raw(ids) == "".join(map(dummy.piece, ids))
     assert dummy.render([{"role": "user", "content": text}]) == text
-    assert dummy.token_bytes(7) == b"tok " and dummy.most_characters == 4
+    assert dummy.token_bytes(7) == b"tok "
     assert dummy.special_in("<|im_end|>") is None and not dummy.knows_thoughts
     with pytest.raises(FasteagleError, match="no structured output with this tokenizer"):
         dummy.guidance(500)
