@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from fasteagle.drafting.draft_head import RankingDrafter
 from fasteagle.drafting.static_tree import check_paths
 from fasteagle.errors import FasteagleError
-from fasteagle.model import Transformer
+from fasteagle.model import KVCache, Transformer
 from fasteagle.shapes import AnyShape, Paths, StaticShape
 from fasteagle.state import Committed, CycleSpec, DecodeState
 from fasteagle.tree import DraftTree
@@ -91,6 +91,10 @@ class MedusaDrafter(RankingDrafter):
             torch.tensor(column, device=weight.device) for column in columns
         )
         self.target_ids = torch.arange(target.config.vocab_size, device=weight.device)
+
+    @property
+    def caches(self) -> list[KVCache]:
+        return []
 
     def extend(self, new: Committed, seq_len: Tensor) -> Tensor:
         """Return the feature [1, D] of the last committed position, which is all that is read."""
