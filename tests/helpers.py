@@ -26,11 +26,9 @@ from fasteagle.drafting.lookup import Lookup
 from fasteagle.generate import Engine
 from fasteagle.model import EagleHead, KVCache, Output, Target, Transformer, causal_mask, make_head
 from fasteagle.options import SamplingParams
-from fasteagle.prompts import Conversation
 from fasteagle.sampling import SamplingMode, SamplingTensors
 from fasteagle.shapes import AnyShape, TreeShape
 from fasteagle.state import Committed, CycleSpec, DecodeState
-from fasteagle.training.options import TrainOptions
 from fasteagle.tree import DraftTree, Proposal
 from replaying import ReplayingBackend
 
@@ -202,29 +200,6 @@ def costs(passes=None, first=1.0, level=0.8, rest=1.0):
 
 
 # Training
-
-_TRAINED = {"lr": 3e-3, "batch_tokens": 200, "steps": 30, "warmup": 5}
-OPTIONS = TrainOptions(**_TRAINED, draft_vocab_size=40, loss_vocab_size=30)
-OPTIONS_3 = TrainOptions(
-    algorithm="eagle3",
-    tap_layers=(0, 1, 2),
-    self_fed_steps=2,
-    **_TRAINED,
-    draft_vocab_size=40,
-    loss_vocab_size=40,
-)
-
-
-def talk(target, n=24, seed=0) -> list[Conversation]:
-    """Conversations that the target answered greedily."""
-    g = torch.Generator().manual_seed(seed)
-    engine, conversations = Engine(target, 256), []
-    for _ in range(n):
-        size = int(torch.randint(4, 9, (1,), generator=g))
-        prompt = torch.randint(0, 60, (size,), generator=g).tolist()
-        answer = generated(engine, 20, prompt)
-        conversations.append(Conversation(prompt + answer, size, True))
-    return conversations
 
 
 def write_random_text(path: Path, n: int, length: int) -> Path:

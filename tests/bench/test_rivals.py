@@ -26,15 +26,8 @@ from fasteagle.generate import Engine
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import SamplingMode
 from fasteagle.tree import ancestor_mask
-from helpers import (
-    captured_engine,
-    empty_state,
-    generated,
-    random_target,
-    spec_of,
-    talk,
-    tiny_config,
-)
+from helpers import captured_engine, empty_state, generated, random_target, spec_of, tiny_config
+from training_cases import talk
 
 GREEDY = SamplingParams()
 DRAWN = [

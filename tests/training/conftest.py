@@ -8,7 +8,8 @@ import torch
 from fasteagle.generate import Engine
 from fasteagle.training.data import Features, cached_features
 from fasteagle.training.train import Trainer, new_head
-from helpers import OPTIONS, OPTIONS_3, random_target, talk, tiny_config
+from helpers import random_target, tiny_config
+from training_cases import OPTIONS, OPTIONS_3, talk
 
 
 @pytest.fixture(scope="package")

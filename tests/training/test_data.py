@@ -14,7 +14,7 @@ from fasteagle.prompts import Conversation, read_conversations
 from fasteagle.training.data import Features, cached_features, choose_held_out, frequent_tokens
 from fasteagle.training.data_file import note_other_writer
 from fasteagle.training.parallel import Ranks
-from helpers import talk
+from training_cases import talk
 
 
 @pytest.fixture

@@ -17,7 +17,8 @@ from fasteagle.training.loss import TokenLoss, batches, head_loss, make_batch, t
 from fasteagle.training.options import LOSSES
 from fasteagle.training.parallel import Ranks
 from fasteagle.training.train import new_head
-from helpers import OPTIONS, eagle3_of, pairs, random_head
+from helpers import eagle3_of, pairs, random_head
+from training_cases import OPTIONS
 
 CPU = torch.device("cpu")
 

@@ -16,7 +16,8 @@ from fasteagle.training.data import cached_features, live_features
 from fasteagle.training.held_out import HeldOut, evaluate
 from fasteagle.training.options import LOSSES, TrainOptions
 from fasteagle.training.train import Trainer, new_head
-from helpers import OPTIONS, OPTIONS_3, eagle3_of, random_head
+from helpers import eagle3_of, random_head
+from training_cases import OPTIONS, OPTIONS_3
 
 
 def test_held_out_conversations_are_not_trained_on(trainer, store, monkeypatch):
