@@ -9,7 +9,6 @@ of the text, and the memory of CUDA, its libraries and graphs (an estimate).
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterator
 
 from fasteagle.config import HeadConfig, ModelConfig
@@ -73,14 +72,6 @@ def needed_bytes(
     # One [T, H, E] in fp32 for each split.
     parts = sequences * (n_slots // SPLIT) * TREE_ROWS * config.n_head * config.head_dim * 4
     return weights + cache + scratch + max(activations, parts) + CUDA_BYTES
-
-
-def largest_batch(
-    config: ModelConfig, setting: Setting, n_bytes: int, head: HeadConfig | None = None
-) -> int:
-    """Return how many sequences fit in `n_bytes`, each with KV caches for the whole context."""
-    sizes = itertools.count(1)
-    return next(n for n in sizes if needed_bytes(config, setting, head, n) > n_bytes) - 1
 
 
 def schemes_of(config: ModelConfig) -> tuple[Scheme, ...]:

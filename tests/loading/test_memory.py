@@ -20,7 +20,7 @@ from fasteagle.loading import quantize as quantizing
 from fasteagle.loading.entries import REGISTRY
 from fasteagle.loading.heads.find import head_shape
 from fasteagle.loading.make_drafter import Drafting, plan_drafting
-from fasteagle.loading.memory import Setting, best_fit, largest_batch, needed_bytes, settings
+from fasteagle.loading.memory import Setting, best_fit, needed_bytes, settings
 from fasteagle.loading.open import OpenedModel, PreparedModel, open_model
 from fasteagle.loading.tensors import DummyCheckpoint
 from fasteagle.loading.tokenizer import dummy_tokenizer
@@ -57,7 +57,8 @@ def test_the_parts_of_7b():
     keys, splits = 2 * 32 * 8 * 128 * 2 * 1024, 1024 // memory.SPLIT * 32 * 32 * 128 * 4
     assert needed_bytes(llama, setting) - shorter == keys + splits, "attention in parts, in fp32"
     int4 = int4_for(LLAMA)
-    assert largest_batch(LLAMA, Setting(BF16, "auto", 4096), 2 * need, None) == 8
+    eight, nine = (needed_bytes(LLAMA, Setting(BF16, "auto", 4096), None, n) for n in (8, 9))
+    assert eight <= 2 * need < nine
     whole, small = (needed_bytes(LLAMA, Setting(int4, kv, 4096)) for kv in ("auto", "int8"))
     less = 2 * 32 * 32 * (256 - 144) * (4096 + 320 + 512)
     assert whole - small == less - (4096 + 320) * 32 * 128 * 12, "a block's are dequantized"
@@ -343,9 +344,8 @@ def test_each_sequence_has_caches_of_its_own():
     for of, layers in ((None, 32), (head, 33)):
         one, two = (needed_bytes(LLAMA, setting, of, n) for n in (1, 2))
         assert two - one == layers * 2 * 32 * 128 * 2 * (2048 + 320)
-        assert largest_batch(LLAMA, setting, one + 2 * (two - one), of) == 3
-        assert largest_batch(LLAMA, setting, one + 2 * (two - one) - 1, of) == 2
-        assert largest_batch(LLAMA, setting, one - 1, of) == 0
+        three = needed_bytes(LLAMA, setting, of, 3)
+        assert three - two == two - one
 
 
 def test_out_of_memory_in_an_answer_is_one_line(tiny_dir, monkeypatch):
