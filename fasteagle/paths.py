@@ -298,16 +298,9 @@ def replacing(target: Path) -> Iterator[Path]:
 
 def write_atomic(target: Path, data: bytes) -> None:
     """Write `data` to `target` so that readers see the old file or the new one, never a part."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{target.name}-", dir=target.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            os.fchmod(file.fileno(), 0o666 & ~_umask())  # temporary files are private
-        os.replace(name, target)
-    except BaseException:
-        os.unlink(name)
-        raise
+    with _temporary(target.parent, target.name) as folder:
+        (folder / target.name).write_bytes(data)
+        os.replace(folder / target.name, target)
 
 
 def keep(target: Path, content: Any, otherwise: str, notify: Callable[[str], None] = note) -> bool:
