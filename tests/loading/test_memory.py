@@ -27,7 +27,7 @@ from fasteagle.loading.tokenizer import dummy_tokenizer
 from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
 from fasteagle.paths import cache_dir
 from fasteagle.quant.scheme import BF16, Scheme, int4_for
-from helpers import generated, invoke
+from helpers import generated, invoke, raising
 
 LLAMA = REGISTRY["llama2-7b"].config
 GIB = 2**30
@@ -175,13 +175,6 @@ OTHERS = [
     ValueError("CUDA out of memory"),
 ]
 SHORT = OUT_OF_MEMORY[3]  # which no `except` names
-
-
-def raising(error):
-    def fails(*args, **kwargs):
-        raise error
-
-    return fails
 
 
 def on_card(opened):
