@@ -153,7 +153,7 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Multipliers:
-    """Constants of a Granite model; loading multiplies the weights by them, see `multipliers`."""
+    """Constants of a Granite model; loading multiplies the weights by them, see `changed`."""
 
     embedding: float
     attention: float  # of the scores, in place of 1 / sqrt(head_dim)

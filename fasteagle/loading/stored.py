@@ -223,6 +223,8 @@ def _model_config(fields: Fields) -> ModelConfig:
 
 def _moe_config(fields: Fields) -> MoEConfig:
     n_expert = fields.integer("n_expert", most=MOST_EXPERTS)
+    if "score" in fields:  # older folders said by it how weights of experts are normed
+        raise fields.error("score", "absent: quantize the model again")
     return MoEConfig(
         n_expert=n_expert,
         top_k=fields.integer("top_k", most=n_expert),

@@ -9,9 +9,10 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, quants
 
-from fasteagle.config import Eagle3Config, HeadConfig, Llama3RopeScaling
+from fasteagle.config import Eagle3Config, HeadConfig, Llama3RopeScaling, Multipliers
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import FasteagleError
+from fasteagle.loading.changed import ChangedCheckpoint
 from fasteagle.loading.checkpoint import open_checkpoint
 from fasteagle.loading.gguf_index import read_index
 from fasteagle.loading.heads import gguf as gguf_head
@@ -19,8 +20,9 @@ from fasteagle.loading.heads.find import find_head
 from fasteagle.loading.heads.gguf import NAMES, write_gguf_head
 from fasteagle.loading.heads.read import load_head, open_head
 from fasteagle.loading.heads.tables import official_state
-from fasteagle.loading.heads.write import config_json, save_head
+from fasteagle.loading.heads.write import HeadTarget, config_json, export_head, save_head
 from fasteagle.loading.rope_order import rope_order
+from fasteagle.loading.tensors import DummyCheckpoint
 from fasteagle.model import make_head, rope_table
 from fasteagle.shapes import TreeShape
 from gguf_files import finish
@@ -285,6 +287,16 @@ def test_export_with_the_tokenizer_of_a_file(target, tokenizer, tmp_path):
     result = invoke("inspect-head", tmp_path / "h.gguf")
     assert result.exit_code == 0 and "EAGLE-3 head (llama.cpp GGUF EAGLE-3)" in result.stdout
     assert "the inputs of blocks 2, 4, 5; listed as such" in result.stdout
+
+
+def test_the_tokenizer_of_a_target_whose_weights_are_changed(target, tokenizer, tmp_path):
+    """As a Granite model's in a GGUF file are."""
+    save_head(tmp_path / "ours", head_for(target, KIND), {}, torch.bfloat16)
+    stored = DummyCheckpoint(CONFIG)
+    stored.files = [tokenizer]
+    changed = HeadTarget("granite", ChangedCheckpoint(stored, Multipliers(2.0, 0.1, 0.5, 4.0)))
+    export_head(open_head(tmp_path / "ours"), "gguf", tmp_path / "h.gguf", target=changed)
+    assert load_head(tmp_path / "h.gguf", CONFIG)[0].config.draft_vocab_size == len(DRAFT_IDS)
 
 
 @pytest.mark.real_model

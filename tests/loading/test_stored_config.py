@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from fasteagle.config import Llama3RopeScaling, ModelConfig, MoEConfig
+from fasteagle.errors import FasteagleError
 from fasteagle.loading import stored
 from fasteagle.loading.stored import StoredFolder
 from fasteagle.loading.tensors import DummyCheckpoint
 from fasteagle.quant.scheme import Scheme
-from helpers import tiny_config
+from helpers import edit_json, tiny_config
 
 MOE = MoEConfig(
     n_expert=4,
@@ -70,3 +71,12 @@ def test_a_folder_of_another_version_is_not_read(tmp_path, version):
         StoredFolder(tmp_path)
     wrong = "must be an integer" if version < 1 else "format 2, this fasteagle reads 1"
     assert wrong in str(caught.value)
+
+
+def test_experts_of_an_older_folder_are_refused(tmp_path):
+    """Its other key would be read as if the weights of experts were not normed."""
+    saved(tmp_path, tiny_config(moe=MOE))
+    raw = json.loads((tmp_path / "config.json").read_text())["model"]
+    edit_json(tmp_path / "config.json", model=raw | {"moe": raw["moe"] | {"score": "softmax"}})
+    with pytest.raises(FasteagleError, match="moe.score is .*: must be absent: quantize"):
+        StoredFolder(tmp_path)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from fasteagle.config import ANY_LENGTH, HeadConfig, ModelConfig, default_aux_layers
 from fasteagle.errors import FasteagleError, shortened
-from fasteagle.loading.gguf import GGUFFile
 from fasteagle.loading.heads.gguf import write_gguf_head
 from fasteagle.loading.heads.read import HEADER_KEY, HeadSource
 from fasteagle.loading.heads.tables import (
@@ -311,9 +310,10 @@ def _complete(source: HeadSource, config: HeadConfig, target: HeadTarget | None,
 
 
 def _tokenizer_of(target: HeadTarget | None) -> Path:
-    if target is None or not isinstance(target.checkpoint, GGUFFile):
+    files = [] if target is None else target.checkpoint.files
+    if not files or files[0].suffix != ".gguf":
         raise FasteagleError(
             "a GGUF head carries the target's tokenizer: give a .gguf file of the model with "
             "--tokenizer-from"
         )
-    return target.checkpoint.path
+    return files[0]
