@@ -129,15 +129,13 @@ def test_texts_that_are_not_alike_share_single_passes(target, calls):
     assert [bool(own.stats.drafted) for own in batch.engines] == [True, True, False]
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_cycles_that_no_call_runs_share_passes(target, rows, calls):
-    """Trees, and plain passes of two rows; the last text goes on alone."""
+def test_cycles_that_no_call_runs_share_passes(target, calls):
+    """Trees; the last text goes on alone."""
     prompts = [[1, 2, 3], [4, 5, 6], [9, 8]]
     expected = [flat(chunks_of(engine_of(target), prompt=prompt)) for prompt in prompts]
     calls.clear()
     tree = EagleDrafter(head_of(target, "eagle1"), TreeShape(2, 2, 4), 512)
-    engine = engine_of(target, tree if rows == 1 else None)
-    engine.plain_rows = rows
+    engine = engine_of(target, tree)
     starts = [writing(prompts[i], n=(90, 20, 40)[i]) for i in range(3)]
     texts = in_company(Batch(engine, 3), starts, joins=(2,))
     assert [*texts.values()] == [expected[0], expected[1][:20], expected[2][:40]] and not calls
