@@ -32,7 +32,6 @@ template <int d, int... j>
 inline VF even_of_pairs(VF v) { return (VF)((VU)v << 16); }
 inline VF odd_of_pairs(VF v) { return (VF)((VU)v & 0xffff0000u); }
 
-#if FASTEAGLE_ISA == 5
 // Pairs of elements of a and of b, each 2 * W bf16, in order: those of the first W elements, or of
 // the last ones.
 template <int first, int... j>
@@ -43,7 +42,6 @@ template <int first>
 inline VF pairs_of(VF a, VF b) {
   return pairs_of<first>(a, b, std::make_integer_sequence<int, 2 * W>());
 }
-#endif
 
 // Turns 2 * W adjacent values into those at even places and those at odd places; `join` undoes it.
 template <int... j>
