@@ -6,7 +6,6 @@ cycle is that of a draft head: the committed tokens, then level by level, then t
 
 from __future__ import annotations
 
-import copy
 from typing import Self
 
 import torch
@@ -46,7 +45,7 @@ class ModelDrafter(RankingDrafter):
         self._features = weight.new_zeros(1, 1)  # instead of a draft head's features
 
     def apart(self) -> Self:
-        other = copy.copy(self)
+        other = super().apart()
         other.cache = self.model.new_cache(self.cache.n_slots)
         return other
 

@@ -155,7 +155,7 @@ _OLMOE = _shape(
     moe=MoEConfig(n_expert=64, top_k=8, ffn_dim=1024),
     architecture="OlmoeForCausalLM",
 )
-_GRANITE_1B = _shape(  # its tied LM head is a table of its own here, see `multipliers`
+_GRANITE_1B = _shape(  # its tied LM head is a table of its own here, see `changed`
     1024,
     24,
     16,

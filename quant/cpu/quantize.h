@@ -1,7 +1,7 @@
 // Activations in 8 bits per row and block of 32 inputs, and in 16 bits where a block's values are
 // large.
 //
-// Reference: `rounded_activations` in tests/helpers.py, which states the rounding.
+// Reference: `rounded_activations` in tests/rounding.py, which states the rounding.
 
 #pragma once
 
