@@ -29,12 +29,18 @@ class SamplingParams:
     """Parameters of sampling from the target's logits; temperature 0 is greedy."""
 
     temperature: float = option(0.0, "0 is greedy.", least=0, most=100)
-    top_k: int = option(0, "0 is off.", least=0, most=2**31)
-    top_p: float = option(1.0, above=0, most=1)
-    min_p: float = option(0.0, least=0, below=1)
-    repetition_penalty: float = option(1.0, least=1 / MOST_PENALTY, most=MOST_PENALTY)
+    top_k: int = option(0, "Likeliest tokens to draw from; 0 is off.", least=0, most=2**31)
+    top_p: float = option(1.0, "Probability of the tokens to draw from.", above=0, most=1)
+    min_p: float = option(
+        0.0, "Least probability, as a share of the likeliest token's.", least=0, below=1
+    )
+    repetition_penalty: float = option(1.0, "1 is off.", least=1 / MOST_PENALTY, most=MOST_PENALTY)
     seed: int = option(
-        0, "Same seed, same text.  [default: drawn and printed]", unset=None, least=0, below=2**63
+        0,
+        "The same seed gives the same text.  [default: drawn and printed]",
+        unset=None,
+        least=0,
+        below=2**63,
     )
 
     def __post_init__(self) -> None:
@@ -54,7 +60,7 @@ class SamplingParams:
 class AnswerOptions:
     """Conditions that end an answer."""
 
-    max_new_tokens: int = option(512, least=1)
+    max_new_tokens: int = option(512, "Longest answer.", least=1)
     stop: tuple[str, ...] = option((), "End the answer before this text (repeatable).", kind="text")
 
     def __post_init__(self) -> None:
@@ -122,13 +128,13 @@ class RuntimeOptions:
     dtype: str = option("auto", kind=("auto", *DTYPES))
     max_seq_len: int | None = option(
         None,
-        "Context in tokens; fixes the KV cache.  [default: the model's, "
+        "Longest context in tokens, and size of the KV cache.  [default: the model's, "
         f"at most {DEFAULT_MAX_SEQ_LEN}]",
         least=16,
         most=2**31,
     )
     threads: int | None = option(None, "CPU threads.  [default: all cores]", least=1, most=1024)
-    kv: str = option("auto", "Keys and values: auto, as the model computes.", kind=KV)
+    kv: str = option("auto", "Format of keys and values; auto: as the model computes.", kind=KV)
     # "int4", "int8" or the name of a scheme; None: as the checkpoint is
     quant: str | None = option(None, "A scheme by name: int4-g64, int4-g128-hqq ...")
     lm_head: str = option("int8", "Of a quantized model; keep: 16 bits.", kind=tuple(LM_HEAD_BITS))
@@ -137,7 +143,7 @@ class RuntimeOptions:
         "Of quantized weights on a CPU: native (our own) or aten (torch's).",
         kind=("auto", "native", "aten"),
     )
-    strict: bool = option(False, "Fail where a kernel computes wrong on this device.")
+    strict: bool = option(False, "Fail where a kernel is wrong on this device.")
     backend: str = option(
         "fasteagle",
         "torchao: its own formats and kernels.",
@@ -220,7 +226,7 @@ class DraftOptions:
     `drafter` auto is n-gram lookup; with a draft head an EAGLE tree, or both where our kernels run.
     """
 
-    drafter: str = option("auto", "What guesses ahead.", kind=DRAFTERS)
+    drafter: str = option("auto", "Source of drafted tokens.", kind=DRAFTERS)
     head: str | None = option(
         None,
         "Draft head: folder, .gguf file, Hugging Face id or a model's name.  "
@@ -229,28 +235,30 @@ class DraftOptions:
     tap_layers: tuple[int, ...] | None = option(None, TAP_LAYERS_TEXT, kind="numbers")
     tree_file: str | None = option(
         None,
-        "auto: what pays here, chosen from measured costs and what was accepted lately; until it "
-        f"was measured {DEFAULT_TREE}, or {QUANTIZED_TREE} for a quantized model on the CPU; or a "
-        "JSON file of child-rank paths. Any of the three sizes below fixes the tree.",
+        "auto: sizes chosen while decoding, by measured costs and acceptance (before they are "
+        f"measured {DEFAULT_TREE}, or {QUANTIZED_TREE} for a quantized model on a CPU); or a JSON "
+        "file of child-rank paths. Any of the three sizes below fixes the tree.",
         flag="--tree",
         unset="auto",
     )
     # None: those of DEFAULT_TREE, or of QUANTIZED_TREE where a row of the target costs more.
-    tree_depth: int | None = option(None, "Levels (SGLang: num-steps).", least=1, most=63)
+    tree_depth: int | None = option(
+        None, "Levels of the tree (SGLang: num-steps).", least=1, most=63
+    )
     tree_topk: int | None = option(
-        None, "Nodes expanded a level (SGLang: eagle-topk).", least=1, most=1024
+        None, "Nodes expanded at each level (SGLang: eagle-topk).", least=1, most=1024
     )
     tree_nodes: int | None = option(
-        None, "Nodes verified a pass (SGLang: num-draft-tokens less one).", least=1, most=MOST_NODES
+        None, "Nodes of the tree (SGLang: num-draft-tokens less one).", least=1, most=MOST_NODES
     )
     draft_model: str | None = option(
-        None, "A smaller model with the same tokenizer, which then drafts (--drafter model)."
+        None, "Smaller model with the same tokenizer that drafts (--drafter model)."
     )
-    draft_precision: str = option("auto", "Of --draft-model, as --precision.")
+    draft_precision: str = option("auto", "Precision of --draft-model, named as for --precision.")
     lookup: tuple[Path, ...] = option(
         (),
-        "Text or code that answers may quote, searched with the context (repeatable); for ngram "
-        "and fused, which auto then takes.",
+        "Text or code that answers may quote (repeatable); for ngram and fused, of which auto "
+        "then takes one.",
         kind="file",
     )
     lookup_depth: int | None = option(
@@ -262,13 +270,13 @@ class DraftOptions:
     )
     noise: str = option(
         "shared",
-        "shared: at temperature > 0, rank guesses with the target's own noise.",
+        "shared: at temperature > 0, rank candidates with the target's noise.",
         flag="--draft-noise",
         kind=("shared", "none"),
     )
     verify: str = option(
         "match",
-        "multi-round: the paper's sampling, for eagle-static and eagle-chain.",
+        "multi-round: the EAGLE paper's sampling, for eagle-static and eagle-chain.",
         kind=("match", "multi-round"),
     )
 
@@ -358,24 +366,24 @@ class ServeOptions:
     """Options of the server: who may reach it, and its limits."""
 
     host: str = option("127.0.0.1", "Address to listen on.")
-    port: int = option(8000, "0: any free one.", least=0, below=2**16)
+    port: int = option(8000, "Port to listen on; 0: any free one.", least=0, below=2**16)
     allow_anyone: bool = option(
         False, "Serve other machines without an API key.  [default: refused]"
     )
     allow_host: tuple[str, ...] = option(
-        (), "A name by which browsers may call this server (repeatable)."
+        (), "Name by which browsers may call this server (repeatable)."
     )
     allow_origin: tuple[str, ...] = option(
-        (), "A web page that may use it, as https://example.org (repeatable)."
+        (), "Web page that may use the server, as https://example.org (repeatable)."
     )
     parallel: int = option(
         4, "Requests answered at once, each with a KV cache of its own.", least=1, most=MOST_AT_ONCE
     )
-    queue: int = option(64, "Requests that may wait; more are told to come back (429).", least=0)
+    queue: int = option(64, "Requests that may wait; further ones get 429.", least=0)
     timeout: float = option(
-        600.0, "Seconds for a request, waiting included.", above=0, below=math.inf
+        600.0, "Longest time of a request in seconds, waiting included.", above=0, below=math.inf
     )
-    max_body: float = option(8.0, "MiB of a request.", above=0, most=2**20)
+    max_body: float = option(8.0, "Largest body of a request, MiB.", above=0, most=2**20)
     access_log: bool = option(False, "Write a line about each request to stderr.")
     prefix_cache: float = option(
         1.0, "GiB for the keys and values of earlier conversations.", least=0, most=2**20

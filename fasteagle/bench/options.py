@@ -20,15 +20,15 @@ PRECISIONS = ("auto", "bf16", "fp16", "fp32", "int8", "int4", "a scheme like int
 class EvalOptions:
     """Text, precisions and windows of a measurement."""
 
-    text: Path = option(text="Text file to predict.", kind="file")
+    text: Path = option(text="Text to predict.", kind="file")
     precisions: tuple[str, ...] = option(
         ("bf16", "int8", "int4"),
         "Comma list: bf16, fp32, int8, int4, schemes like int4-g64-hqq, int4-torchao.",
         flag="--precision",
         kind="comma list",
     )
-    tokens: int = option(8192, "Of the text, at most.")
-    window: int = option(512, "Tokens predicted in one go.")
+    tokens: int = option(8192, "Most tokens of the text.")
+    window: int = option(512, "Tokens of a window.")
 
     def __post_init__(self) -> None:
         if not self.precisions:
@@ -59,7 +59,7 @@ class BenchOptions:
         None, 'JSONL: {"turns": ["text", ...]}.  [default: ten of ours]', kind="file"
     )
     limit: int | None = option(None, "Only the first N questions.", least=1)
-    max_new_tokens: int = option(128, "Of an answer; a rate needs 2.", least=2)
+    max_new_tokens: int = option(128, "Longest answer; a rate needs 2 tokens.", least=2)
     temperature: float = option(0.0)
     top_p: float = option(1.0)
     seed: int = option(0)

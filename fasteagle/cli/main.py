@@ -58,7 +58,7 @@ def chat(**arguments: Any) -> None:
 @group(TalkOptions, "talk")
 @group(ServeOptions, "options")
 @click.option(
-    "--api-key", envvar="FASTEAGLE_API_KEY", show_envvar=True, help="That clients must send."
+    "--api-key", envvar="FASTEAGLE_API_KEY", show_envvar=True, help="Key that clients must send."
 )
 def serve(**arguments: Any) -> None:
     """Serve a model in the form of OpenAI's API, with a page to chat."""
@@ -71,14 +71,16 @@ def serve(**arguments: Any) -> None:
 @main.command()
 @groups(MODEL, DRAFT)
 def tune(model: str, runtime_options: RuntimeOptions, draft: DraftOptions) -> None:
-    """Measure what trees cost on this device, and show which one pays when."""
+    """Measure what trees cost on this device, and show which one is chosen when."""
     from fasteagle.cli.tune import run_tune
 
     run_tune(model, runtime_options, draft)
 
 
 @main.command()
-@click.option("--memory", is_flag=True, help="What each needs, and what fits which card.")
+@click.option(
+    "--memory", is_flag=True, help="Show the memory that each needs, and what fits which card."
+)
 def models(memory: bool) -> None:
     """List the models known by name."""
     from fasteagle.cli.models import print_memory, print_models
@@ -90,7 +92,7 @@ def models(memory: bool) -> None:
 @groups(QUALITY_MODEL)
 @group(EvalOptions, "options")
 @click.option("--md", is_flag=True, help="Print the table in Markdown.")
-@click.option("--json", "json_path", type=FILE)
+@click.option("--json", "json_path", type=FILE, help="File for the results.")
 def eval_(
     model: str,
     runtime_options: RuntimeOptions,
@@ -98,7 +100,7 @@ def eval_(
     md: bool,
     json_path: Path | None,
 ) -> None:
-    """Perplexity, and KL divergence to the unquantized model, by precision."""
+    """Compute perplexity and KL divergence to the unquantized model, by precision."""
     from fasteagle.bench.quality import run_eval
 
     run_eval(model, runtime_options, options, md=md, json_path=json_path)
@@ -139,7 +141,7 @@ def calibrate_head(model: str, runtime_options: RuntimeOptions, options: Calibra
     "--probe", is_flag=True, help="Load --model and measure acceptance by auxiliary layers."
 )
 def inspect_head(**arguments: Any) -> None:
-    """Tell what the draft head PATH is and whether it fits a model.
+    """Report what the draft head PATH is and whether it fits a model.
 
     PATH is a folder, a .gguf file, a Hugging Face id, or a registry model whose head is known.
     """
@@ -176,7 +178,7 @@ def export_head(head: str, out: Path, options: ExportOptions) -> None:
 def train_head(
     model: str, runtime_options: RuntimeOptions, run: TrainRun, options: TrainOptions
 ) -> None:
-    """Train an EAGLE draft head on text its target wrote."""
+    """Train an EAGLE draft head on text that its target wrote."""
     from fasteagle.training.train_head import train_head as train
 
     train(model, runtime_options, run, options)
@@ -186,12 +188,15 @@ def train_head(
 @model_options
 @group(DataOptions, "options")
 @click.option(
-    "--api-key", envvar="FASTEAGLE_API_KEY", show_envvar=True, help="Of the server, if it has one."
+    "--api-key",
+    envvar="FASTEAGLE_API_KEY",
+    show_envvar=True,
+    help="Key of the server at --base-url, if it wants one.",
 )
 def generate_data(
     model: str, runtime_options: RuntimeOptions, options: DataOptions, api_key: str | None
 ) -> None:
-    """Let the model answer prompts, its own or yours: training text for draft heads."""
+    """Write training text for draft heads: answers of the model to prompts."""
     from fasteagle.training.generate_data import generate_data as generate
 
     generate(model, runtime_options, options, api_key)

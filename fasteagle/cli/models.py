@@ -16,10 +16,9 @@ NUMERIC = ("params", "int4 GiB")
 NOTES = (
     "int4 GiB: weights, draft head and the cache of the default context, "
     f"{RuntimeOptions.DEFAULT_MAX_SEQ_LEN:,} tokens or the model's own limit;",
-    "the embedding takes 16 bits, the LM head 8. A chat takes the first draft head of a model, the "
-    "faster one as its authors measured. Mixtures of experts: all experts are in memory, a token "
-    "reads",
-    "as many parameters as are said second, on which the speed depends.",
+    "the embedding takes 16 bits, the LM head 8. Chat takes the first draft head of a model, the "
+    "faster one by its authors' figures.",
+    "A mixture of experts has all parameters in memory; a token reads those counted second.",
 )
 
 
@@ -44,8 +43,8 @@ def print_models() -> None:
 
 MEMORY_NOTES = (
     "What runs on a card of that size with the default context, "
-    f"{RuntimeOptions.DEFAULT_MAX_SEQ_LEN:,} tokens or the model's own limit, or with as many",
-    "as are said: weights, draft head, KV caches, a prompt's buffers, and "
+    f"{RuntimeOptions.DEFAULT_MAX_SEQ_LEN:,} tokens or the model's own limit, or with the",
+    "context that is named: weights, draft head, KV caches, a prompt's buffers, and "
     f"{CUDA_BYTES / 2**20:.0f} MiB for CUDA (an estimate; a desktop takes more).",
 )
 

@@ -189,13 +189,13 @@ GONE = {
 PRECISION_FIELDS = ("dtype", "quant", "lm_head", "cpu_kernels", "backend")
 BITS = (
     click.option("--int4", is_flag=True, help="The checkpoint's own 4 bits, or HQQ."),
-    click.option("--int8", is_flag=True, help="8 bits, one scale a row."),
+    click.option("--int8", is_flag=True, help="8 bits, one scale per row."),
 )
 PRECISION = click.option(
     "--precision",
     default="auto",
     show_default=True,
-    help="auto: as the model's files hold it; or int4, int8, bf16, fp16, fp32, a scheme.",
+    help="auto: as the model's files hold it; or int4, int8, bf16, fp16, fp32 or a scheme.",
 )
 
 
@@ -334,7 +334,9 @@ ANSWERS = Group(
     (
         *options_of(SamplingParams),
         *options_of(AnswerOptions),
-        click.option("--json-schema", type=FILE, help="Answer in JSON of the schema in this file."),
+        click.option(
+            "--json-schema", type=FILE, help="Answer in JSON that fits the schema in this file."
+        ),
         click.option("--regex", type=Text(), help="Answer with text that matches this as a whole."),
         click.option("--grammar", type=FILE, help="Answer in this file's Lark grammar."),
     ),
@@ -354,10 +356,10 @@ class TalkOptions:
     )
     compile_blocks: bool | None = option(
         None,
-        "Compile first, or never.  [default: in the background; not for one prompt]",
+        "Compile before answering, or never.  [default: in the background; not for one prompt]",
         flag="--compile/--no-compile",
     )
-    quiet: bool = option(False, "Only answers (a server: its address) and errors.")
+    quiet: bool = option(False, "Print only answers (a server: its address) and errors.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -367,12 +369,12 @@ class ChatOptions(TalkOptions):
     # None: a conversation, if standard input is a terminal
     prompt: str | None = option(
         None,
-        "Answer this once and leave; '-' reads standard input.",
+        "Answer this once and exit; '-' reads standard input.",
         flag="-p --prompt",
         kind="text",
     )
-    show_accepted: bool = option(False, "Colour the text that was guessed right.")
-    plain: bool = option(False, "Show answers as written: no rendered Markdown.")
+    show_accepted: bool = option(False, "Colour drafted text that was accepted.")
+    plain: bool = option(False, "Show answers as written, without rendering Markdown.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -383,10 +385,10 @@ class ExportOptions:
         text="eagle: official; specforge: SGLang; speculators: vLLM; gguf: llama.cpp.",
         kind=EXPORT_FORMATS,
     )
-    model: str | None = option(
-        None, "Its target, where the layout wants tensors or the depth of it."
-    )
+    model: str | None = option(None, "Target model, where the layout needs its tensors or depth.")
     tokenizer_from: Path | None = option(
-        None, "GGUF file of the target, for gguf.  [default: --model]", kind="file"
+        None,
+        "GGUF file of the target that has the tokenizer, for gguf.  [default: --model]",
+        kind="file",
     )
     tap_layers: tuple[int, ...] | None = option(None, TAP_LAYERS_TEXT, kind="numbers")

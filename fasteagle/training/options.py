@@ -45,7 +45,7 @@ class TrainOptions:
     )
     window: int | None = option(
         None,
-        "Keys that the head sees, for long texts.  [default: all, or as --init does]",
+        "Keys that the head sees, for long texts.  [default: as --init, or all]",
         least=LEAST_WINDOW,
         most=2**31 - 1,
     )
@@ -55,19 +55,19 @@ class TrainOptions:
         "second as acceptance grows.",
         kind=LOSSES,
     )
-    lr: float = option(3e-5, above=0, most=1)
+    lr: float = option(3e-5, "Highest learning rate.", above=0, most=1)
     beta1: float = option(0.9, least=0, below=1)
     beta2: float = option(0.95, least=0, below=1)
     weight_decay: float = option(0.0, least=0, most=1)
-    clip: float = option(0.5, above=0)  # of the gradient's norm
+    clip: float = option(0.5, "Largest norm of the gradient.", above=0)
     noise: float | None = option(
-        None, "Uniform, on the features.  [default: 0.1; EAGLE-3: 0]", least=0, most=100
+        None, "Uniform noise on the features.  [default: 0.1; EAGLE-3: 0]", least=0, most=100
     )
     ce_weight: float | None = option(
-        None, "Of the token loss.  [default: 0.1; EAGLE-3, LK: 1]", least=0, below=math.inf
+        None, "Weight of the token loss.  [default: 0.1; EAGLE-3, LK: 1]", least=0, below=math.inf
     )
     feature_weight: float | None = option(
-        None, "Of the feature loss.  [default: 1; else: 0]", least=0, below=math.inf
+        None, "Weight of the feature loss.  [default: 1; EAGLE-3, LK: 0]", least=0, below=math.inf
     )
     self_fed_steps: int | None = option(
         None,
@@ -76,15 +76,18 @@ class TrainOptions:
         most=64,
     )
     self_fed_decay: float = option(0.8, "Weight of each further step.", least=0, most=1)
-    batch_tokens: int = option(4096, least=1)
-    steps: int = option(2000, least=1)
-    warmup: int = option(100, least=0, most=2**31)
+    batch_tokens: int = option(4096, "Tokens of a step.", least=1)
+    steps: int = option(2000, "Training steps.", least=1)
+    warmup: int = option(100, "Steps until --lr is reached.", least=0, most=2**31)
     draft_vocab_size: int | None = option(
-        None, "Tokens drafted, the most frequent.  [default: those of --init, or 16384]", least=1
+        None,
+        "Size of the draft vocabulary: the most frequent tokens.  [default: as --init, or 16384]",
+        least=1,
     )
-    # Of the draft vocabulary, its most frequent; drafting uses all.
-    loss_vocab_size: int = option(8192, least=1)
-    init_scale: float = option(0.02, above=0, most=1)
+    loss_vocab_size: int = option(
+        8192, "Tokens of the draft vocabulary, its most frequent, in the loss.", least=1
+    )
+    init_scale: float = option(0.02, "Standard deviation of new weights.", above=0, most=1)
     seed: int = option(0, least=0, below=2**63)
 
     def __post_init__(self) -> None:
@@ -132,23 +135,23 @@ class TrainRun:
     """Text of a run, and the place of its draft head."""
 
     data: tuple[Path, ...] = option(
-        (), "JSONL of token ids the model wrote itself (repeatable).", kind="file"
+        (), "JSONL of token ids that the model wrote (repeatable).", kind="file"
     )
     prompts: Path | None = option(None, PROMPTS_TEXT, kind="file")
-    answer_tokens: int = option(256, "Longest answer to those.", least=1)
-    out: Path = option(text="Folder of the head.", kind="folder")
+    answer_tokens: int = option(256, "Longest answer to --prompts.", least=1)
+    out: Path = option(text="Folder to write.", kind="folder")
     resume: bool = option(False, RESUME_TEXT)
-    held_out: int = option(100, "Conversations to measure on.", least=1)
-    max_len: int = option(640, "Longer conversations are cut.", least=1)
+    held_out: int = option(100, "Conversations to measure on, not trained on.", least=1)
+    max_len: int = option(640, "Tokens at which conversations are cut.", least=1)
     every: int = option(200, "Steps between evaluations.", least=1)
-    init: Path | None = option(None, "Begin from this head.", kind="existing folder")
+    init: Path | None = option(None, "Draft head to begin from.", kind="existing folder")
     features: str = option(
         "cached",
         "Keep the target's features on disk, or compute them for every batch.",
         kind=("cached", "live"),
     )
     patience: int | None = option(
-        None, "Stop after so many evaluations without gain, with the head as it is then.", least=1
+        None, "Stop after so many evaluations without gain, and keep the last head.", least=1
     )
 
     def __post_init__(self) -> None:
@@ -161,25 +164,26 @@ class TrainRun:
 class CalibrateOptions:
     """Draft head to start from, text, time limit and output of a calibration."""
 
-    head: str | None = option(None, "Head to begin from.  [default: the one chat would use]")
+    head: str | None = option(None, "Draft head to begin from.  [default: the one that chat uses]")
     tap_layers: tuple[int, ...] | None = option(None, TAP_LAYERS_TEXT, kind="numbers")
     data: Path | None = option(
         None,
-        "JSONL of token ids the quantized model wrote.  [default: it writes some now]",
+        "JSONL of token ids that the quantized model wrote.  [default: it writes them now]",
         kind="file",
     )
     draft_vocab: int | None = option(
         None,
-        "Draft so many tokens, those most frequent in the text.  [default: as the head does]",
+        "Size of a new draft vocabulary, the most frequent tokens of the text.  "
+        "[default: the head's]",
         least=1,
     )
-    tokens: int = option(50_000, "Of text to write.", least=1)
-    minutes: float = option(30.0, "For text and training.", above=0, below=10_000)
+    tokens: int = option(50_000, "Tokens to write.", least=1)
+    minutes: float = option(30.0, "Time for text and training.", above=0, below=10_000)
     steps: int | None = option(
-        None, "Of training.  [default: as many as fit into --minutes]", least=1
+        None, "Training steps.  [default: as many as fit into --minutes]", least=1
     )
     out: Path | None = option(
-        None, "Folder of the head.  [default: the user cache, where chat finds it]", kind="folder"
+        None, "Folder to write.  [default: the user cache, where chat finds it]", kind="folder"
     )
     resume: bool = option(False, RESUME_TEXT)
 
@@ -196,44 +200,42 @@ class DataOptions:
     """Questions of `generate-data`, how they are answered, and which answers stay."""
 
     prompts: Path | None = option(None, PROMPTS_TEXT, kind="file")
-    self_written: bool = option(
-        False, "The model writes the questions itself, from nothing.", flag="--self"
-    )
+    self_written: bool = option(False, "Let the model write the questions.", flag="--self")
     seeds: Path | None = option(
         None,
-        'JSONL with {"instruction": "..."} lines; shown some of them, the model writes more.',
+        'JSONL with {"instruction": "..."} lines, after which the model writes new ones.',
         kind="file",
     )
-    out: Path = option(text="JSONL to write; a run that was cut off goes on in it.", kind="file")
+    out: Path = option(text="JSONL to write; a run that was cut off continues it.", kind="file")
     count: int | None = option(
         None, "Conversations, those dropped included.  [default: every prompt]", least=1
     )
     tokens: int | None = option(None, "Stop after so many tokens of answers.", least=1)
     batch: int = option(8, "Conversations at a time.", least=1)
     temperature: tuple[str, ...] = option(
-        ("0", "0.7"), "Of the conversations in turn.", kind="comma list"
+        ("0", "0.7"), "Temperatures of the conversations, in turn.", kind="comma list"
     )
     top_p: float = 0.95
     max_new_tokens: int = option(512, "Longest answer.", least=1)
-    seed: int = option(0, "Same seed, same text.")
+    seed: int = option(0, "The same seed gives the same text.")
     exclude: tuple[Path, ...] = option(
         (),
-        "JSONL of prompts to stay away from: text that shares 8 words in a row with one is "
-        "dropped (repeatable).",
+        "JSONL of prompts; text that shares 8 words in a row with one of them is dropped "
+        "(repeatable).",
         kind="file",
     )
     drop_cut: bool = option(False, "Drop answers cut at --max-new-tokens.")
     base_url: str | None = option(
-        None, "Let an OpenAI-compatible server answer, as http://HOST:PORT/v1."
+        None, "OpenAI-compatible server that answers, as http://HOST:PORT/v1."
     )
-    served_model: str | None = option(None, "Name of the model there.  [default: --model]")
+    served_model: str | None = option(None, "Name of the model on the server.  [default: --model]")
 
     def __post_init__(self) -> None:
         check(self)
         sources = (self.prompts, self.self_written or None, self.seeds)
         n_sources = sum(source is not None for source in sources)
         if n_sources != 1:
-            what = "contradict each other" if n_sources else "say what is asked"
+            what = "contradict each other" if n_sources else "are missing"
             raise FasteagleError(f"--prompts, --self, --seeds {what}: give one of them")
         if self.prompts is None and self.count is None and self.tokens is None:
             raise FasteagleError("the model would write without end: give --count or --tokens")

@@ -222,7 +222,7 @@ def test_a_model_that_writes_nothing_usable_is_not_asked_for_ever(tiny_dir, tmp_
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "say what is asked: give one"),
+        ((), "are missing: give one"),
         (("--self", "--prompts", "p.jsonl"), "contradict each other"),
         (("--self",), "without end: give --count or --tokens"),
         (("--self", "--count", 0), "count 0 is out of range"),
