@@ -137,10 +137,12 @@ class RuntimeOptions:
     kv: str = option("auto", "Format of keys and values; auto: as the model computes.", kind=KV)
     # "int4", "int8" or the name of a scheme; None: as the checkpoint is
     quant: str | None = option(None, "A scheme by name: int4-g64, int4-g128-hqq ...")
-    lm_head: str = option("int8", "Of a quantized model; keep: 16 bits.", kind=tuple(LM_HEAD_BITS))
+    lm_head: str = option(
+        "int8", "LM head of a quantized model; keep: 16 bits.", kind=tuple(LM_HEAD_BITS)
+    )
     cpu_kernels: str = option(
         "auto",
-        "Of quantized weights on a CPU: native (our own) or aten (torch's).",
+        "Kernels of quantized weights on a CPU: native (ours) or aten (torch's).",
         kind=("auto", "native", "aten"),
     )
     strict: bool = option(False, "Fail where a kernel is wrong on this device.")
