@@ -153,9 +153,9 @@ class LLM:
 
         With `stream`, yields chunks as they come. Raises `FasteagleError` for invalid arguments.
         """
-        asked = read_keywords(keywords, stream=stream, think=think)
-        prompt = self._prompt_of(messages, think, asked["spec"])
-        return self._run(prompt.ids, stream, asked, prompt.text)
+        arguments = read_keywords(keywords, stream=stream, think=think)
+        prompt = self._prompt_of(messages, think, arguments["spec"])
+        return self._run(prompt.ids, stream, arguments, prompt.text)
 
     def _prompt_of(
         self, messages: str | Sequence[Message], think: bool | None, form: GrammarSpec | None
@@ -242,9 +242,9 @@ class LLM:
         """Answer several conversations, up to `size` of them at once; see `generate_batch`."""
         self._check_open()
         several = listed("conversations", conversations)
-        asked = read_keywords(keywords, think=think)
-        prompts = [self._prompt_of(one, think, asked["spec"]).ids for one in several]
-        return self._run_batch(prompts, size, asked)
+        arguments = read_keywords(keywords, think=think)
+        prompts = [self._prompt_of(one, think, arguments["spec"]).ids for one in several]
+        return self._run_batch(prompts, size, arguments)
 
     def generate_batch(
         self,
@@ -263,21 +263,21 @@ class LLM:
         return self._run_batch(ids, size, read_keywords(keywords))
 
     def _run_batch(
-        self, prompts: Sequence[list[int]], size: int, asked: dict[str, Any]
+        self, prompts: Sequence[list[int]], size: int, arguments: dict[str, Any]
     ) -> list[Answer]:
         if size not in range(1, self.answers.size + 1):
             raise FasteagleError(
                 f"size {shown(size)} is out of range: use 1 .. {self.answers.size}"
             )
-        requests = [self.made_request(ids, **asked) for ids in prompts]
+        requests = [self.made_request(ids, **arguments) for ids in prompts]
         for request in requests:
             self.engine.check_prompt(request.prompt)
         return self.answers.all(requests, size)
 
     def _run(
-        self, prompt: list[int], stream: bool, asked: dict[str, Any], text: str | None = None
+        self, prompt: list[int], stream: bool, arguments: dict[str, Any], text: str | None = None
     ) -> Answer | Iterator[Chunk]:
-        request = self.made_request(prompt, **asked)
+        request = self.made_request(prompt, **arguments)
         stats = Stats()
         answering = self.answers.stream(request, text, stats)
         if stream:

@@ -35,8 +35,9 @@ def _temporary_home() -> Path:
     place = Path(tempfile.gettempdir(), f"fasteagle-{os.getuid()}")
     with contextlib.suppress(OSError):
         place.mkdir(mode=0o700, exist_ok=True)
-        found = place.lstat()
-        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o22:
+        status = place.lstat()
+        is_own = status.st_uid == os.getuid() and not status.st_mode & 0o22
+        if stat.S_ISDIR(status.st_mode) and is_own:
             return place
     other = Path(tempfile.mkdtemp(prefix="fasteagle-home-"))
     atexit.register(shutil.rmtree, other, ignore_errors=True)
@@ -251,9 +252,9 @@ def lock_alone(handle: int, path: Path) -> None:
 def require_no_model(folder: Path) -> None:
     """Raise `FasteagleError` where a folder holds weights or a config."""
     for kind in ("config.json", "*.safetensors*", "*.bin", "*.gguf"):
-        if found := next(folder.glob(kind), None):
+        if file := next(folder.glob(kind), None):
             raise FasteagleError(
-                f"{folder} holds a model or a head ({found.name}): give another --out"
+                f"{folder} holds a model or a head ({file.name}): give another --out"
             )
 
 

@@ -108,9 +108,10 @@ class CorpusIndex(NamedTuple):
 
 
 class DraftTensors(NamedTuple):
-    """What drafts the chains of some cycles of a text: a lookup's table and last proposal, a head.
+    """Tensors that draft the chains of some cycles of a text.
 
-    Of the draft head: its keys and values, and what its noise is made of, if it has any.
+    Of a lookup they are its table and last proposal; of a draft head its keys and values, and the
+    temperature and seed of its noise, if it has any.
     """
 
     table: Tensor | None = None

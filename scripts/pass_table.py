@@ -1,4 +1,4 @@
-"""Where the time of a target pass goes on a CPU, by rows: one line a part of the pass.
+"""Time of a target pass on a CPU, by part of the pass and number of rows.
 
     FASTEAGLE_KERNEL_FLAGS=-DFASTEAGLE_PHASES python scripts/pass_table.py --int4
 

@@ -75,10 +75,10 @@ def read_recipes(path: Path, config: ModelConfig) -> list[Recipe]:
     recipes = []
     known = {field.name for field in dataclasses.fields(TrainOptions)}
     with expecting('{"NAME": {"seconds": 60, "options": {"lr": 0.001}}}', str(path)):
-        given = parse_json(path.read_text("utf-8"))
-        if type(given) is not dict:
+        content = parse_json(path.read_text("utf-8"))
+        if type(content) is not dict:
             raise ValueError("it is no JSON object")
-        for name, raw in given.items():
+        for name, raw in content.items():
             unknown = (raw.keys() - {"seconds", "options", "init"}) | (
                 raw["options"].keys() - known
             )

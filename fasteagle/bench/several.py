@@ -74,10 +74,10 @@ def measure_sizes(
     todo = [size for _ in range(warm_ups + ROUNDS) for size in (alone, *measured)]
     for size in with_progress(todo, len(todo), "measured", "sizes", note, lambda: ""):
         for speculate, speeds in ((False, size.plain), (True, size.drafting)):
-            asked = requests(speculate)
+            batch = requests(speculate)
             llm.answers.forget()  # prompts count
             begin = time.perf_counter()
-            texts = [answer.tokens for answer in llm.answers.all(asked, size.n)]
+            texts = [answer.tokens for answer in llm.answers.all(batch, size.n)]
             speeds.append(sum(map(len, texts)) / (time.perf_counter() - begin))
             size.same = sum(a == b for a, b in zip(texts, expected, strict=True))
     for size in (alone, *measured):

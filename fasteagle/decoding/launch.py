@@ -1,4 +1,4 @@
-"""What a runner is given and returns: a cycle to launch, and its result on the host."""
+"""Input and output of a runner: a cycle to launch, and its result on the host."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Launch(NamedTuple):
 
 
 class End(NamedTuple):
-    """Where no further cycle of an answer is needed."""
+    """End of an answer, after which no further cycle is needed."""
 
     tokens: Sequence[int] = ()  # after one of these
     most: int = 1 << 62  # after as many tokens

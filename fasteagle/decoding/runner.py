@@ -56,7 +56,7 @@ class Runner:
 
     @property
     def error(self) -> str | None:
-        """Why cycles of this engine or of a sibling are not replayed as CUDA graphs, or None."""
+        """Reason why this engine or a sibling replays no cycles as CUDA graphs, or None."""
         return self._errors[-1] if self._errors else None
 
     @error.setter

@@ -126,7 +126,7 @@ def gated_chain(pool: Pool, root: Tensor, thresholds: Thresholds) -> DraftTree:
 
 
 class Texts(Protocol):
-    """What drafting reads of one text or of several."""
+    """Tensors of one text, or of several, that drafting reads."""
 
     @property
     def seq_len(self) -> Tensor: ...  # 0-d, or [B]

@@ -1,4 +1,4 @@
-"""When decoding is plain: pauses of drafting, and blocks of plain passes that time them."""
+"""Pauses of drafting, and blocks of plain passes that time such passes."""
 
 from __future__ import annotations
 

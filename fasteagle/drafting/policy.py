@@ -204,7 +204,7 @@ class Policy:
 
     @property
     def factor(self) -> float:
-        """Recently accepted tokens over the expected ones."""
+        """Recently accepted tokens divided by the expected ones."""
         return self._factor.mean()
 
     @property

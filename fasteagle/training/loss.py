@@ -135,8 +135,8 @@ def unroll(head: EagleHead, embeds: Tensor, features: Tensor, steps: int) -> lis
         y = _unrolled_attention(q, keys, values, step, window)
         x = x + attention.out(y.transpose(1, 2).reshape(B, L, -1))
         x = x + block.mlp(block.mlp_norm(x))
-        said, own = head.leave(x, embeds.dtype)
-        outputs.append(said)
+        output, own = head.leave(x, embeds.dtype)
+        outputs.append(output)
         features = _down(own, 1)  # row j reads what row j - 1 predicted
     return outputs
 
@@ -230,13 +230,13 @@ class TokenLoss(torch.autograd.Function):
         for begin in range(0, len(predicted), chunk):
             part = slice(begin, begin + chunk)
             wanted = (targets[part].to(rows.dtype) @ rows.T).to(exact).softmax(-1)
-            said = predicted[part].to(rows.dtype)
-            losses, on_logits = token_losses((said @ drafting.T).to(exact), wanted, kind)
+            outputs = predicted[part].to(rows.dtype)
+            losses, on_logits = token_losses((outputs @ drafting.T).to(exact), wanted, kind)
             total += losses.sum()
             on_logits = on_logits.to(rows.dtype)
             gradient[part] = (on_logits @ drafting).to(exact)
             if on_rows is not None:
-                on_rows += (on_logits.T @ said).to(exact)
+                on_rows += (on_logits.T @ outputs).to(exact)
         n = len(predicted)
         ctx.save_for_backward(gradient / n, None if on_rows is None else on_rows / n)
         ctx.dtype = predicted.dtype

@@ -218,8 +218,8 @@ class ManyTexts:
         halted = is_last & (has_ended | (after >= self._limit))
         grows = is_last & ~halted
         place = after.clamp(max=self._length - 1)[:, None]
-        kept = self._ids.gather(1, place)[:, 0]
-        self._ids.scatter_(1, place, torch.where(grows, drawn, kept)[:, None])
+        present = self._ids.gather(1, place)[:, 0]
+        self._ids.scatter_(1, place, torch.where(grows, drawn, present)[:, None])
         self._known += grows
         self._at.copy_(torch.where(halted, at, after))
         self._halted.copy_(halted)

@@ -87,10 +87,10 @@ def _train_head(
     head, loss_ids = head_to_train(target, training, init, options)
     origin = f"{text} {None if run.init is None else files_digest(run.init)}"
     trainer = Trainer(head, target, store, held_out, loss_ids, options, run.out, origin, ranks)
-    found = run.resume and trainer.resume()
+    resumed = run.resume and trainer.resume()
     if run.resume and ranks.is_first:
         where = f"continuing at step {trainer.step:,}"
-        note(where if found else f"nothing to continue in {run.out}: training begins at step 0")
+        note(where if resumed else f"nothing to continue in {run.out}: training begins at step 0")
     if ranks.is_first:
         with TrainingBar(trainer) as bar:
             trainer.run(bar.report, run.every, patience=run.patience, tick=bar.tick)

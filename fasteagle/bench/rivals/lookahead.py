@@ -81,8 +81,8 @@ class LookaheadDrafter(Drafter):
         text, last = state.text, state.seq_len
         same = text.index_select(0, self._at.clamp(min=0).unsqueeze(0)) == self._root
         goes_on = same & (self._at >= 0) & (self._at < last)  # else the text is another one
-        said = self._drawn[-WINDOW:]  # of the last level
-        grams = torch.cat((self._window, said.unsqueeze(0))).T  # [W, L + 1]
+        drawn = self._drawn[-WINDOW:]  # of the last level
+        grams = torch.cat((self._window, drawn.unsqueeze(0))).T  # [W, L + 1]
         for column in range(WINDOW):
             self._store(grams[column], goes_on)
         # Column i of the next window is so many columns further, and its levels one up.
