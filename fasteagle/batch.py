@@ -193,7 +193,7 @@ class Batch(Generic[Key, Item]):
         return items
 
     def _advance(self, key: Key) -> list[tuple[Key, Item | Exception | None]]:
-        """Return what an answer yields until it waits."""
+        """Return the items that an answer yields until it waits."""
         items: list[tuple[Key, Item | Exception | None]] = []
         run = self._running[key]
         item: Item | None = None

@@ -66,7 +66,7 @@ class Preparation:
         return not self._compiler.done or any(thread.is_alive() for thread in self._threads)
 
     def use(self, drafter: Drafter | None) -> None:
-        """Let the engine draft by `drafter`; what is measured meanwhile is measured later."""
+        """Let the engine draft by `drafter`; continue a measurement of it that was interrupted."""
         with self._running:
             self._engine.use(drafter)
             self._begun.clear()  # compiled code of another drafter is dropped

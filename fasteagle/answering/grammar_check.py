@@ -77,7 +77,7 @@ def try_grammar(kind: str, text: str) -> None:
 
 @functools.lru_cache(KNOWN_TRIALS)
 def _tried(kind: str, text: str) -> str:
-    """Return what is wrong with a grammar, or an empty string.
+    """Return the reason why a grammar is refused, or an empty string.
 
     Raises `FasteagleError` where time ran out: that is no verdict, for a machine can be busy.
     """

@@ -100,5 +100,5 @@ class PrefixCache:
 
 
 def _origin(engine: Engine) -> object:
-    """Return what tells whether the rows of two engines' drafters are alike."""
+    """Return an object that two engines share if the rows of their drafters are alike."""
     return None if engine.drafter is None else engine.drafter.origin

@@ -91,7 +91,7 @@ def _in_one_line() -> Iterator[None]:
 
 
 def _shown(parameter: click.Parameter) -> list[str]:
-    """Return the flags of an option that help shows; none of one that is gone."""
+    """Return the flags of an option that help shows; none of a hidden one."""
     hidden = isinstance(parameter, click.Option) and parameter.hidden
     return [] if hidden else [*parameter.opts, *parameter.secondary_opts]
 

@@ -140,7 +140,7 @@ def cached_features(
 
 
 def _is_whole(shard: Path) -> bool:
-    """Return whether a shard is there; a damaged one is told of, and removed."""
+    """Return whether a shard is there; report and remove a damaged one."""
     if not shard.exists():
         return False
     try:

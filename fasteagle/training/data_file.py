@@ -43,7 +43,7 @@ class DataFile:
             raise
 
     def _begin(self, settings: dict[str, Any]) -> None:
-        """Write the settings of a new file, or compare those of one that goes on."""
+        """Write the settings of a new file, or compare those of one that is continued."""
         path = self._path
         beside = path.with_name(f"{path.name}.settings.json")
         if not path.stat().st_size:

@@ -54,12 +54,12 @@ def repetition(ids: Sequence[int]) -> int | None:
 
 
 def ends_in_repetition(ids: Sequence[int]) -> bool:
-    """Return whether a `repetition` goes on to the end of the text; fast where none does."""
+    """Return whether a `repetition` reaches the end of the text; fast where none does."""
     return repeated_from(ids, len(ids)) is not None
 
 
 def repeated_from(ids: Sequence[int], end: int) -> int | None:
-    """Return where the repetition begins that goes on to `end`, None where none does."""
+    """Return the beginning of the repetition that reaches `end`, or None."""
     for cycle in range(1, min(CYCLE_TOKENS, end - 1) + 1):
         least = max(REPEATED_TOKENS, 2 * cycle)
         at = end

@@ -150,7 +150,7 @@ class ServedModel:
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Refuses to go elsewhere, where the API key would go too."""
+    """Handler that refuses redirects, with which the API key would be sent elsewhere."""
 
     def redirect_request(self, request: Any, file: Any, code: int, *rest: Any) -> None:
         return None
