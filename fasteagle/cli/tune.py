@@ -14,18 +14,21 @@ from fasteagle.options import DraftOptions, RuntimeOptions
 from fasteagle.prompts import read_questions
 from fasteagle.tables import print_table
 
+FIXED = (
+    "nothing to tune: the tree is fixed; leave out --drafter, --draft-model, --lookup-depth and "
+    "the --tree options"
+)
+
 
 def run_tune(model: str, runtime_options: RuntimeOptions, draft: DraftOptions) -> None:
     """Measure the costs again, store them, print them and the sizes to choose from."""
-    if not draft.auto_tree:
-        raise FasteagleError(
-            "nothing to tune: the tree is fixed; leave out --drafter and the --tree options"
-        )
+    if not draft.auto_chain:  # tunable neither as a tree nor as a chain
+        raise FasteagleError(FIXED)
     llm = open_llm(model, runtime_options, draft, note)
     engine = llm.engine
     drafter = tunable(engine)
     if drafter is None:
-        raise FasteagleError("nothing to tune without a drafter")
+        raise FasteagleError(FIXED)
     compiled = compile_now(engine, say=note)
     questions = "\n".join(turn for each in read_questions(None, None) for turn in each.turns)
     text = llm.tokenizer.encode(questions)[: engine.max_seq_len // 2]

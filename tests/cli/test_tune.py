@@ -46,6 +46,13 @@ def test_experts_of_a_mixture_are_counted(tmp_path):
     assert "experts of a layer" in done.stdout and "if independent" in done.stdout
 
 
+def test_chains_of_a_given_depth_are_tuned(tiny_dir):
+    """As a conversation with these options does, whose costs these are."""
+    done = invoke("tune", "--model", tiny_dir, "--precision", "int8-native", "--lookup-depth", 5)
+    assert done.exit_code == 0, done.output
+    assert len(list((cache_dir() / "tuner").glob("*-ngram-chain5.json"))) == 1
+
+
 def test_sizes_to_choose_from_are_printed(capsys):
     size = FusedShape(3, 3, 8, 8)
     print_sizes(Policy(costs(), DEFAULT_RANKS, [size], head=True, lookup=True))
