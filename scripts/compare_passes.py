@@ -18,7 +18,7 @@ from pathlib import Path
 
 import click
 
-from fasteagle.cli.command import Script
+from fasteagle.cli.command import Script, UserPath
 from fasteagle.cli.options import Numbers, model_options
 from fasteagle.compile.measurement import Measurement
 from fasteagle.errors import FasteagleError
@@ -31,7 +31,7 @@ READY = "ready"
 
 
 @click.command(cls=Script, help=__doc__)
-@click.argument("other", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("other", type=UserPath(exists=True, file_okay=False))
 @model_options
 @click.option("--rows", default="1,2,4,8,16,32", show_default=True, type=Numbers())
 @click.option("--rounds", default=40, show_default=True, type=click.IntRange(1))

@@ -32,7 +32,7 @@ import click
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the package of this checkout, installed or not
 
-from fasteagle.cli.command import Script  # noqa: E402
+from fasteagle.cli.command import Script, UserPath  # noqa: E402
 from fasteagle.errors import FasteagleError, note, suggest  # noqa: E402
 from fasteagle.loading.registry import local_path  # noqa: E402
 from fasteagle.options import DEFAULT_MODEL  # noqa: E402
@@ -246,7 +246,7 @@ def pack(carried: Path) -> None:
 
 
 @click.command(cls=Script)
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False))
+@click.option("--out", type=UserPath(file_okay=False))
 @click.option("--group", type=click.IntRange(1, 4), help="Stages of one call.  [default: all]")
 @click.option("--stages", "names", help="Comma list.  [default: all]")
 @click.option("--minutes", type=float, help=f"For all of it.  [default: {GROUP_MINUTES:g} a group]")
@@ -255,7 +255,7 @@ def pack(carried: Path) -> None:
 @click.option(
     "--merge",
     "others",
-    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    type=UserPath(file_okay=False, exists=True),
     multiple=True,
     help="Folder of another run: add its results to --out and run nothing.",
 )

@@ -23,6 +23,7 @@ from typing import Any
 import click
 
 from fasteagle.cli.command import Script
+from fasteagle.cli.options import FILE
 from fasteagle.config_fields import parse_json
 from fasteagle.paths import require_writable
 from fasteagle.prompts import expecting, json_lines
@@ -135,7 +136,7 @@ def _seed_task(line: str, where: str) -> dict[str, str]:
 
 
 @click.command(cls=Script, help=__doc__)
-@click.option("--seeds", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--seeds", type=FILE)
 @click.option(
     "--count",
     type=click.IntRange(1),
@@ -144,7 +145,7 @@ def _seed_task(line: str, where: str) -> dict[str, str]:
     help="Conversations, all different.",
 )
 @click.option("--seed", default=0, show_default=True)
-@click.option("--out", required=True, type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--out", required=True, type=FILE)
 def main(seeds: Path | None, count: int, seed: int, out: Path) -> None:
     require_writable(out)
     lines = json_lines(seeds) if seeds else ()

@@ -19,6 +19,7 @@ from pydoc_data.topics import topics
 import click
 
 from fasteagle.cli.command import Script
+from fasteagle.cli.options import FILE
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.open import open_model
 from fasteagle.loading.tokenizer import ChatTokenizer
@@ -95,7 +96,7 @@ def _argument(code: str) -> str:
     help="Of each document.",
 )
 @click.option("--count", type=click.IntRange(1), default=12, show_default=True, help="Questions.")
-@click.option("--out", required=True, type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--out", required=True, type=FILE)
 def main(model: str, n_tokens: int, count: int, out: Path) -> None:
     require_writable(out)
     tokenizer = open_model(model, RuntimeOptions()).tokenizer

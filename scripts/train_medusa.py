@@ -16,14 +16,12 @@ import click
 from fasteagle.bench.rivals.medusa import save_medusa
 from fasteagle.bench.rivals.train_medusa import train_medusa
 from fasteagle.cli.command import Script
-from fasteagle.cli.options import model_options
+from fasteagle.cli.options import FILE, model_options
 from fasteagle.errors import note
 from fasteagle.loading.open import open_model
 from fasteagle.options import RuntimeOptions
 from fasteagle.paths import require_writable
 from fasteagle.prompts import read_conversations
-
-FILE = click.Path(path_type=Path, dir_okay=False)
 
 
 @click.command(cls=Script)

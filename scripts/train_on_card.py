@@ -30,7 +30,7 @@ import click
 import torch
 
 from fasteagle.cli.command import Script, refuse_given
-from fasteagle.cli.options import FILE
+from fasteagle.cli.options import FILE, FOLDER
 from fasteagle.config import ModelConfig
 from fasteagle.config_fields import parse_json
 from fasteagle.device import TORCH_DTYPES, pick_device, pick_dtype
@@ -213,7 +213,7 @@ def train(
 @click.option("--length", default=704, show_default=True, help="Tokens of the longest text.")
 @click.option("--answer-tokens", default=256, show_default=True)
 @click.option("--feature-gib", default=40.0, show_default=True, help="Memory for features.")
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True)
+@click.option("--out", type=FOLDER, required=True)
 def main(
     model: str,
     device: str,

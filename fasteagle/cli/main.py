@@ -10,7 +10,7 @@ from click.core import ParameterSource
 
 from fasteagle import __version__
 from fasteagle.bench.options import EvalOptions
-from fasteagle.cli.command import Cli, uncollected
+from fasteagle.cli.command import Cli, UserPath, uncollected
 from fasteagle.cli.options import (
     ANSWERS,
     DRAFT,
@@ -153,11 +153,7 @@ def inspect_head(**arguments: Any) -> None:
 @main.command("export-head")
 @click.argument("head")
 @click.option(
-    "-o",
-    "--out",
-    type=click.Path(path_type=Path),
-    required=True,
-    help="Folder to write; a .gguf file for gguf.",
+    "-o", "--out", type=UserPath(), required=True, help="Folder to write; a .gguf file for gguf."
 )
 @group(ExportOptions, "options")
 def export_head(head: str, out: Path, options: ExportOptions) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 
+import click
 import pytest
 
+from fasteagle.cli import main as cli
+from fasteagle.cli.command import UserPath
 from helpers import invoke
 
 REFUSED = [
@@ -25,3 +29,14 @@ def test_refused_at_once(name, words, message, tmp_path, monkeypatch):
     done = invoke(*words.split(), main=script.main)
     assert done.exit_code == 2 and message in done.stderr, (done.output, done.exception)
     assert done.stderr.count("\n") == 1
+
+
+def test_home_in_every_path_that_no_shell_has_expanded():
+    """Options of all commands and scripts."""
+    scripts = (Path(__file__).parents[2] / "scripts").glob("*.py")
+    modules = [importlib.import_module(path.stem) for path in scripts]
+    commands = [module.main for module in modules if hasattr(module, "main")]
+    params = [p for command in (*commands, *cli.main.commands.values()) for p in command.params]
+    paths = [param for param in params if isinstance(param.type, click.Path)]
+    assert len(paths) > 30
+    assert [param.name for param in paths if not isinstance(param.type, UserPath)] == []
