@@ -48,19 +48,19 @@ def evaluate(model: str, options: EvalOptions, runtime: RuntimeOptions) -> list[
 
     That one runs in fp32 if it fits in memory, else in 16 bits.
     """
-    device = pick_device(runtime.device)  # before anything is fetched
-    opened = open_model(model)
+    device = pick_device(runtime.device)
+    opened = open_model(model, runtime)
     windows = read_windows(options, opened.tokenizer)
     runtime = _with_room(runtime, options.window, opened)
     need = sum(required_bytes(opened.checkpoint.config, torch.float32, options.window))
     free = available_bytes(device)
     dense = "fp32" if free is None or need * 1.1 < free else pick_dtype("auto", device)
     note(f"the unquantized model in {dense} ...")
-    whole = dataclasses.replace(runtime.at(dense), kv="auto")
-    reference = Predictions(opened.prepared(whole).engine(), windows)
-    qualities = [_measure(dense, opened.prepared(whole), reference, reference)]
-    for precision in options.precisions:
-        prepared = opened.prepared(runtime.at(precision))
+    whole = opened.prepared(dataclasses.replace(runtime.at(dense), kv="auto"))
+    chosen = [(name, opened.prepared(runtime.at(name))) for name in options.precisions]
+    reference = Predictions(whole.engine(), windows)
+    qualities = [_measure(dense, whole, reference, reference)]
+    for precision, prepared in chosen:
         predictions = Predictions(prepared.engine(), windows)
         qualities.append(_measure(precision, prepared, predictions, reference))
         note(f"{precision}: perplexity {qualities[-1].perplexity:.3f}, KL {qualities[-1].kl:.5f}")

@@ -16,7 +16,7 @@ from fasteagle.loading.checkpoint import open_checkpoint, required_bytes
 from fasteagle.loading.quantize import with_scheme
 from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.options import RuntimeOptions
-from helpers import Dequantized, invoke, save_tiny
+from helpers import Dequantized, invoke, raising, save_tiny
 
 TEXT = "The quick brown fox jumps over the lazy dog, again and again. " * 12
 
@@ -90,6 +90,16 @@ def test_the_reference_has_16_bits_where_32_would_fill_the_memory(folder, text, 
         monkeypatch.setattr(quality, "available_bytes", lambda device, f=factor: int(f * need))
         (reference, _) = evaluate(str(folder), options, RuntimeOptions(device="cpu"))
         assert reference.precision == dense
+
+
+def test_what_cannot_run_is_refused_before_anything_is_computed(folder, text, monkeypatch):
+    """On as many threads as are named."""
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(quality, "Predictions", raising(AssertionError("it is computed")))
+    done = invoke("eval", "--model", folder, "--text", text, "--precision", "fp32,int4-g128")
+    assert done.exit_code == 2 and "groups of 128 do not divide" in done.stderr, done.exception
+    invoke("eval", "--model", folder, "--text", text, "--threads", 1, "--precision", "int4-g128")
+    assert (threads, torch.get_num_threads()) == (2, 1)
 
 
 def test_a_record_has_the_numbers_of_the_table(folder, text, tmp_path):
