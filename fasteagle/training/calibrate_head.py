@@ -60,7 +60,7 @@ def calibrate_head(model: str, runtime: RuntimeOptions, options: CalibrateOption
             "weights: give --int4, --int8 or a scheme"
         )
     opened = open_model(model, runtime)
-    runtime = dataclasses.replace(runtime, quant=runtime.quant or opened.own_quant or "int4-g64")
+    runtime = dataclasses.replace(runtime, quant=runtime.quant or opened.own_quant or "int4")
     _check_early(opened, runtime, options)
     head = None
     if options.head is not None:
@@ -70,10 +70,9 @@ def calibrate_head(model: str, runtime: RuntimeOptions, options: CalibrateOption
     head = head or _known_head(opened, identity, options)
     scheme = prepared.scheme
     assert scheme is not None, "named above"
-    note(
-        f"calibrating {head.origin} to {prepared.name} at {scheme.name}: about "
-        f"{options.minutes:g} minutes"
-    )
+    is_timed = options.data is None or options.steps is None
+    minutes = f": about {options.minutes:g} minutes" if is_timed else ""
+    note(f"calibrating the draft head ({head.origin}) to {prepared.name} at {scheme.name}{minutes}")
     # "." and ".." have no name.
     out = Path(os.path.abspath(options.out or cache_dir() / "heads" / identity))
     if not out.name:

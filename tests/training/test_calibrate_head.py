@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.heads.read import load_head
 from fasteagle.loading.heads.write import save_head
@@ -180,6 +181,14 @@ def test_without_time_the_least_is_done_on_text_of_its_own(tmp_path, monkeypatch
     assert len(texts[0]) == calibrate_head.MIN_CONVERSATIONS
     assert report_of(out)["steps"] == calibrate_head.FEWEST_STEPS
     assert max(map(max, texts[0])) < TINY_VOCAB
+
+
+def test_by_default_for_the_weights_that_int4_runs(text, tmp_path, monkeypatch, no_compiler):
+    """Chat finds the head by them."""
+    monkeypatch.setattr(calibrate_head, "_text", raising(FasteagleError("seen")))
+    folder, head = written(tmp_path)
+    done = invoke("calibrate-head", "--model", folder, "--head", head, "--minutes", 2)
+    assert "at int4-g64-hqq: about 2 minutes\n" in done.stderr, done.stderr
 
 
 def test_memory_that_runs_out_is_told_in_a_line(text, tmp_path, monkeypatch, no_compiler):
