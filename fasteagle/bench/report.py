@@ -109,7 +109,7 @@ def _acceptance(row: Row) -> dict[str, Any]:
     return {
         "accepted_by_depth": [round(n / len(paths), 4) for n in reached[1:-1]],
         "n_alpha": [round(reached[d + 1] / reached[d], 4) for d in range(len(reached) - 2)]
-        if row.name == "eagle-chain"
+        if row.name.startswith("eagle-chain")  # of a head of its own, too
         else None,
     }
 
