@@ -69,10 +69,10 @@ def measure_sizes(
         ]
 
     expected = [answer.tokens for answer in llm.answers.all(requests(False), 1)]
-    alone, *measured = (Size(n, len(questions)) for n in (1, *sizes))
+    measured = {n: Size(n, len(questions)) for n in (1, *sizes)}
     warm_ups = int(not llm.engine.on_cpu)
-    todo = [size for _ in range(warm_ups + ROUNDS) for size in (alone, *measured)]
-    for size in with_progress(todo, len(todo), "measured", "sizes", note, lambda: ""):
+    todo = [size for _ in range(warm_ups + ROUNDS) for size in measured.values()]
+    for size in with_progress(todo, len(todo), "measured", "sizes", note):
         for speculate, speeds in ((False, size.plain), (True, size.drafting)):
             batch = requests(speculate)
             llm.answers.forget()  # prompts count
@@ -80,10 +80,10 @@ def measure_sizes(
             texts = [answer.tokens for answer in llm.answers.all(batch, size.n)]
             speeds.append(sum(map(len, texts)) / (time.perf_counter() - begin))
             size.same = sum(a == b for a, b in zip(texts, expected, strict=True))
-    for size in (alone, *measured):
+    for size in measured.values():
         del size.plain[:warm_ups], size.drafting[:warm_ups]
-        size.one = statistics.median(alone.plain)
-    return measured
+        size.one = statistics.median(measured[1].plain)
+    return [measured[n] for n in sizes]
 
 
 def largest_batch(llm: LLM) -> str:

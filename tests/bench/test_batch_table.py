@@ -19,6 +19,7 @@ def test_a_table_of_sizes(script, questions, tiny_dir, tmp_path, monkeypatch):
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     assert [(row[0], row[-1]) for row in cells] == [("1", "3 of 3"), ("2", "3 of 3")]
     assert all(float(speed) > 0 for row in cells for speed in row[1:-1])
+    assert cells[0][2] == "1.00", "one alone is measured once"
     record = json.loads((tmp_path / "record.json").read_text())
     assert [(row["n"], row["same"], row["precision"]) for row in record["rows"]] == [
         (1, 3, "fp32"),
