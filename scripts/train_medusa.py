@@ -28,8 +28,14 @@ from fasteagle.prompts import read_conversations
 @model_options
 @click.option("--data", type=FILE, required=True, help="JSONL of conversations as token ids.")
 @click.option("--out", type=FILE, required=True, help="File to write (.safetensors).")
-@click.option("--positions", default=60_000, show_default=True, help="Of answers, at most.")
-@click.option("--epochs", default=3, show_default=True)
+@click.option(
+    "--positions",
+    type=click.IntRange(1),
+    default=60_000,
+    show_default=True,
+    help="Of answers, at most.",
+)
+@click.option("--epochs", type=click.IntRange(1), default=3, show_default=True)
 @click.option("--lr", default=1e-3, show_default=True)
 def main(
     model: str, runtime_options: RuntimeOptions, data: Path, out: Path, **settings: Any

@@ -16,6 +16,7 @@ REFUSED = [
     ("long_prompts", "--out x --count 0", "'--count': 0 is not in the range x>=1"),
     ("long_prompts", "--out x --tokens 0", "'--tokens': 0 is not in the range x>=1"),
     ("long_prompts", "--out /proc/x --model none", "cannot write /proc/x"),
+    ("train_medusa", "--data none --out x --epochs 0", "'--epochs': 0 is not in the range x>=1"),
     ("head_prompts", "--out x --count 0", "'--count': 0 is not in the range x>=1"),
     ("head_prompts", "--out /proc/x --seeds none", "cannot write /proc/x"),
 ]
