@@ -19,13 +19,13 @@ import click
 from fasteagle.bench.plot import check_plot, plot_confidence
 from fasteagle.cli.command import Script
 from fasteagle.cli.options import FILE, model_options
-from fasteagle.errors import FasteagleError
-from fasteagle.loading.heads.find import find_head, named_head
+from fasteagle.loading.heads.find import named_head
 from fasteagle.loading.open import open_model
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.options import RuntimeOptions
 from fasteagle.prompts import read_conversations
 from fasteagle.tables import Rows, markdown_table
+from fasteagle.training.calibrate_head import usual_head
 from fasteagle.training.data import live_features
 from fasteagle.training.held_out import TENTHS, HeldOut, evaluate, ready_head
 
@@ -55,11 +55,7 @@ def main(
     conversations = read_conversations(data, config.vocab_size, max_len, limit)
     loaded = [named_head(head).loaded(config) for head in heads]
     runtime = opened.loaded(runtime_options)
-    if not loaded:
-        usual = find_head(None, runtime.name, fingerprint(runtime.checkpoint))
-        if usual is None:
-            raise FasteagleError(f"no draft head is known for {runtime.name}: give --head")
-        loaded = [usual.loaded(config)]
+    loaded = loaded or [usual_head(opened, fingerprint(runtime.checkpoint))]
     engine = runtime.engine
     qualities: dict[str, HeldOut] = {}
     for head in loaded:

@@ -67,7 +67,7 @@ def calibrate_head(model: str, runtime: RuntimeOptions, options: CalibrateOption
         head = named_head(options.head).loaded(opened.checkpoint.config, options.tap_layers)
     prepared = opened.prepared(runtime)
     identity = fingerprint(prepared.checkpoint)
-    head = head or _known_head(opened, identity, options)
+    head = head or usual_head(opened, identity, options.tap_layers)
     scheme = prepared.scheme
     assert scheme is not None, "named above"
     is_timed = options.data is None or options.steps is None
@@ -117,15 +117,17 @@ def _check_early(opened: OpenedModel, runtime: RuntimeOptions, options: Calibrat
         require_writable(options.out / "config.json")
 
 
-def _known_head(opened: OpenedModel, identity: str, options: CalibrateOptions) -> LoadedHead:
+def usual_head(
+    opened: OpenedModel, identity: str, aux_layers: tuple[int, ...] | None = None
+) -> LoadedHead:
     """Return the draft head that chat would use; raise `FasteagleError` where there is none."""
     place = find_head(None, opened.name, identity) or own_layer(opened.checkpoint, opened.path)
     if place is None:
         raise FasteagleError(
-            f"no draft head for {opened.name} to calibrate: give one with --head, or train one "
-            "with `fasteagle train-head`"
+            f"no draft head is known for {opened.name}: give one with --head, or train one with "
+            "`fasteagle train-head`"
         )
-    return place.loaded(opened.checkpoint.config, options.tap_layers)
+    return place.loaded(opened.checkpoint.config, aux_layers)
 
 
 def training_options(n_steps: int, algorithm: str) -> TrainOptions:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import head_quality
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
@@ -221,9 +222,11 @@ def test_nextn_tensors_of_a_gguf_file(qwen2, mimo, tmp_path):
     assert all(torch.equal(t, expected[name]) for name, t in official_state(theirs).items())
 
 
-def test_it_is_trained_for_more_steps(mimo, tmp_path, no_compiler):
+def test_it_is_measured_and_trained_for_more_steps(mimo, tmp_path, no_compiler):
     """The result is a head of ours, which drafts with norms as before."""
     text, out = write_random_text(tmp_path / "text.jsonl", 30, 30), tmp_path / "head"
+    quality = invoke("--model", mimo, "--data", text, "--limit", 2, main=head_quality.main)
+    assert "| the model's own layer |" in quality.stdout, quality.stderr
     files = ("--model", mimo, "--init", mimo, "--data", text, "--out", out, "--held-out", 4)
     sizes = ("--draft-vocab-size", 128, "--loss-vocab-size", 64, "--batch-tokens", 200)
     steps = ("--self-fed-steps", 2, "--steps", 4, "--lr", 0.01, "--warmup", 1)
