@@ -76,7 +76,7 @@ def _in_one_line() -> Iterator[None]:
         # Where a model was known, its loader or engine has said what would fit.
         raise UserError("out of memory: lower --max-seq-len or choose a smaller model") from error
     except OSError as error:
-        if error.errno == errno.ENOSPC:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
             where, fix = "", "free some space where the output goes"
             if error.filename:
                 where = f" at {error.filename}"

@@ -179,6 +179,7 @@ def test_cuda_where_there_is_none(tiny_dir, monkeypatch):
     ("error", "parts"),
     [
         (OSError(errno.ENOSPC, "No space left", "/x/y"), ["disk full at /x/y", "XDG_CACHE_HOME"]),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), ["disk full: free some space"]),
         (OSError(errno.EACCES, "Permission denied", "/x/y"), ["/x/y: Permission denied"]),
         (MemoryError(), ["out of memory"]),
         (FasteagleError("as it was said"), ["as it was said"]),
