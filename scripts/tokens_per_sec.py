@@ -112,11 +112,11 @@ def main(
             f"no row of {', '.join(options.rows)} runs at {', '.join(precisions)}: give others"
         )
     report = build_report(measured, options, runtime_options, save_outputs)
+    print_report(report, md)
     if json_path:
         _write(json_path, report)
     if plot_path:
         plot(report, plot_path)
-    print_report(report, md)
 
 
 def several(

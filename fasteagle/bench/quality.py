@@ -151,7 +151,7 @@ def run_eval(
         )
         for q in qualities
     ]
+    print_table(HEADINGS, cells, md=md)
     if json_path:
         record = {"model": model, "text": options.text.name, "rows": [vars(q) for q in qualities]}
         write_atomic(json_path, json.dumps(record, indent=1).encode())
-    print_table(HEADINGS, cells, md=md)

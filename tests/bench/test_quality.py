@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 
@@ -102,7 +103,8 @@ def test_what_cannot_run_is_refused_before_anything_is_computed(folder, text, mo
     assert (threads, torch.get_num_threads()) == (2, 1)
 
 
-def test_a_record_has_the_numbers_of_the_table(folder, text, tmp_path):
+def test_a_record_has_the_numbers_of_the_table(folder, text, tmp_path, monkeypatch):
+    """Which is there where that cannot be written."""
     path = tmp_path / "record.json"
     options = ["--precision", "fp32", "--tokens", "64", "--window", "32", "--md", "--json"]
     result = invoke("eval", "--model", folder, "--text", text, *options, path)
@@ -118,3 +120,6 @@ def test_a_record_has_the_numbers_of_the_table(folder, text, tmp_path):
         ]
         for row in record["rows"]
     ]
+    monkeypatch.setattr(quality, "write_atomic", raising(OSError(errno.ENOSPC, "No space left")))
+    full = invoke("eval", "--model", folder, "--text", text, *options, path)
+    assert full.exit_code == 2 and full.stdout == result.stdout, full.stderr

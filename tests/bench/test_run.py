@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import gc
 import json
 import weakref
@@ -24,6 +25,7 @@ from fasteagle.loading.open import open_model
 from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.options import DraftOptions, RuntimeOptions
 from fasteagle.prompts import read_questions
+from helpers import raising
 
 CPU = RuntimeOptions(device="cpu")
 
@@ -246,7 +248,10 @@ def test_precision_is_what_the_model_options_say(script, monkeypatch, flags, exp
     assert script(*flags).exit_code == 2 and chosen == [expected]
 
 
-def test_the_script_writes_what_it_prints(script, tiny_dir, questions, tmp_path, capsys):
+def test_the_script_writes_what_it_prints(
+    script, tiny_dir, questions, tmp_path, capsys, monkeypatch
+):
+    """What cannot be written has been printed."""
     out = tmp_path / "record.json"
     words = f"--precision fp32 --rows plain --limit 2 --max-new-tokens 8 --lookup {__file__}"
     words = f"{words} --no-compile --md --save-outputs".split()
@@ -261,3 +266,6 @@ def test_the_script_writes_what_it_prints(script, tiny_dir, questions, tmp_path,
     capsys.readouterr()
     print_report(record, md=True)
     assert done.stdout == capsys.readouterr().out
+    monkeypatch.setattr("tokens_per_sec.write_atomic", raising(OSError(errno.ENOSPC, "full")))
+    full = script(*paths, *words)
+    assert full.exit_code == 2 and full.stdout.startswith("| row | precision | tok/s |")
