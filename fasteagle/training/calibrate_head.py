@@ -216,7 +216,7 @@ def _calibrate(
     def steps_within() -> int:
         """Return the number of steps that fit into --minutes, by the time of a few of them."""
         times: list[float] = []
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(dir=work.folder) as folder:
             probe = student(PROBED_STEPS, Path(folder), held_out[:4])
             probe.run(lambda entry: None, tick=lambda *step: times.append(time.perf_counter()))
         seconds = statistics.mean(b - a for a, b in itertools.pairwise(times))

@@ -172,12 +172,16 @@ def test_without_time_the_least_is_done_on_text_of_its_own(tmp_path, monkeypatch
         return read_conversations(path, *more)
 
     monkeypatch.setattr(calibrate_head, "read_conversations", read)
+    save, places = Trainer.save, []
+    monkeypatch.setattr(Trainer, "save", lambda self: (places.append(self.folder), save(self)))
     folder, head = written(tmp_path)
     often = [*range(0, 256, 10), TINY_VOCAB - 1]  # tokens that end a text
     edit_json(folder / "generation_config.json", eos_token_id=often)
     out = tmp_path / "out"
     done = invoke(*calibrate(folder, head, out, "--minutes", 0.001))
     assert done.exit_code == 0, done.stderr
+    work = tmp_path / "out.calibrating"  # on a disk that has room for the optimizer's state
+    assert len(places) > 1 and all(work in place.parents for place in places)
     assert len(texts[0]) == calibrate_head.MIN_CONVERSATIONS
     assert report_of(out)["steps"] == calibrate_head.FEWEST_STEPS
     assert max(map(max, texts[0])) < TINY_VOCAB
