@@ -99,7 +99,7 @@ def evaluate(
             logits = (predicted[0].to(lm_rows.dtype) @ lm_rows.T).float()
             best_ranks, q = logits.topk(n_ranks).indices, logits.softmax(-1)
             drafted = ids[best_ranks]
-            counted = batch.counted(step)[0]
+            counted = batch.counted(step)[0].to(device)
             alive = (torch.cat((alive.new_zeros(1), alive[:-1])) if step else alive) & counted
             tried[step] += int(alive.sum())
             right = (drafted == best.unsqueeze(1)) & alive.unsqueeze(1)

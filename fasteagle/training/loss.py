@@ -40,8 +40,8 @@ class Batch:
     tokens: Tensor  # [B, L]
     features: Tensor  # [B, L, F] feature j
     targets: Tensor  # [B, L, D] what the target's LM head reads at j + 1
-    first: Tensor  # [B] first row whose prediction counts
-    last: Tensor  # [B] one past the last such row
+    first: Tensor  # [B] first row whose prediction counts, on the CPU: nothing waits for a card
+    last: Tensor  # [B] one past the last such row, also there
     numbers: list[int]  # of the conversations
 
     def counts(self, steps: int) -> Tensor:
@@ -52,8 +52,7 @@ class Batch:
         """Return fp32 features plus the noise of a training step, drawn for each conversation."""
         features = self.features.float()
         if options.noise:
-            lasts = self.last.tolist()  # at once: each wait for a card costs as much as the noise
-            for b, (number, last) in enumerate(zip(self.numbers, lasts, strict=True)):
+            for b, (number, last) in enumerate(zip(self.numbers, self.last.tolist(), strict=True)):
                 seed = ((options.seed * 7919 + step) * 1_000_003 + number) % MOST_SEEDS
                 generator = torch.Generator(features.device).manual_seed(seed)
                 rows = features[b, : last + 1]
@@ -62,8 +61,8 @@ class Batch:
         return features
 
     def counted(self, step: int) -> Tensor:
-        """Return the rows [B, L] whose prediction counts after `step` self-fed steps."""
-        rows = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        """Return on the CPU the rows [B, L] that count after `step` self-fed steps."""
+        rows = torch.arange(self.tokens.shape[1])
         return (rows >= self.first[:, None] + step) & (rows < self.last[:, None])
 
 
@@ -83,8 +82,8 @@ def make_batch(store: Features, chosen: list[int], device: torch.device) -> Batc
     # Drafting begins once the first answer token is the root: its pair is row prompt_len - 1. What
     # would follow the conversation's last token does not count.
     conversations = [store.conversations[i] for i in chosen]
-    first = torch.tensor([c.prompt_len - 1 for c in conversations], device=device)
-    last = torch.tensor([len(c.ids) - 2 for c in conversations], device=device)
+    first = torch.tensor([c.prompt_len - 1 for c in conversations])
+    last = torch.tensor([len(c.ids) - 2 for c in conversations])
     tokens, features, targets = (pad_sequence(part, batch_first=True).to(device) for part in rows)
     return Batch(tokens, features, targets, first, last, chosen)
 

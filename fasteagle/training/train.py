@@ -220,7 +220,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = options.lr_at(self.step)
         self.optimizer.zero_grad(set_to_none=False)
-        counts = torch.zeros(options.n_steps_ahead, dtype=torch.long, device=device)
+        counts = torch.zeros(options.n_steps_ahead, dtype=torch.long)
         if batch is not None:
             counts += batch.counts(options.n_steps_ahead)
         self.ranks.sum_([counts])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import pytest
@@ -198,6 +199,20 @@ def test_the_loss_is_the_weighted_sum_of_its_two_terms(target, store, ce_weight,
     assert tokens > 0.1 and features > 0.01
     expected = ce_weight * tokens + feature_weight * features
     assert loss.item() == pytest.approx(expected.item(), rel=1e-3)
+
+
+def test_a_step_waits_for_no_card(target, store):
+    """Here for tensors that have no values at all."""
+    card = torch.device("meta")
+    options = dataclasses.replace(OPTIONS, noise=0.0, self_fed_steps=2)
+    target = copy.deepcopy(target).to(card)
+    head = new_head(target, torch.arange(40), options)
+    head.borrow(target, 256)
+    loss = head_loss(
+        head, target.head_rows(torch.arange(30)), make_batch(store, [3, 4], card), options, 0
+    )
+    loss.backward()
+    assert loss.is_meta and head.fc.weight.grad.is_meta
 
 
 def test_noise_is_uniform_to_both_sides_and_reaches_the_loss(target, store):
