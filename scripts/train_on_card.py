@@ -17,9 +17,7 @@ import copy
 import dataclasses
 import itertools
 import json
-import statistics
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -38,7 +36,7 @@ from fasteagle.errors import FasteagleError, note
 from fasteagle.loading.checkpoint import load_model
 from fasteagle.loading.open import OpenedModel, open_model
 from fasteagle.loading.tensors import fingerprint
-from fasteagle.model import Transformer
+from fasteagle.model import EagleHead, Transformer
 from fasteagle.options import DEFAULT_MODEL
 from fasteagle.paths import require_writable
 from fasteagle.prompts import Conversation, expecting, read_conversations
@@ -54,10 +52,6 @@ WAITING = 256  # requests ready for slots that become free
 PROBE = 24  # steps that tell how many fit into a recipe's seconds
 EVALUATIONS = 3  # in a run
 OF_WRITING = "prompts", "exclude", "write_seconds", "slots", "answer_tokens"  # not with --text
-
-
-class Enough(Exception):
-    """The steps of a probe are done."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,23 +168,12 @@ def train(
     head, loss_ids = head_to_train(target, texts, init, options)
     held_out = list(range(n_measured))
 
-    def trainer(head: Any, steps: int, folder: Path) -> Trainer:
+    def trainer(head: EagleHead, steps: int) -> Trainer:
         chosen = dataclasses.replace(options, steps=steps)
-        return Trainer(head, target, store, held_out, loss_ids, chosen, folder)
+        return Trainer(head, target, store, held_out, loss_ids, chosen, out)
 
-    with tempfile.TemporaryDirectory() as folder:
-        times: list[float] = []
-
-        def tick(step: int, loss: float) -> None:
-            times.append(time.perf_counter())
-            if step == PROBE:
-                raise Enough
-
-        try:
-            trainer(copy.deepcopy(head), PROBE + 1, Path(folder)).run(lambda entry: None, tick=tick)
-        except Enough:
-            each = statistics.median(b - a for a, b in itertools.pairwise(times[PROBE // 2 :]))
-    run = trainer(head, max(EVALUATIONS, int(recipe.seconds / each)), out)
+    each = trainer(copy.deepcopy(head), PROBE).seconds_a_step(PROBE)
+    run = trainer(head, max(EVALUATIONS, int(recipe.seconds / each)))
     steps = run.options.steps
     note(f"{recipe.name}: {steps:,} steps of {1e3 * each:.1f} ms; before: {run.evaluate()}")
     with TrainingBar(run) as bar:

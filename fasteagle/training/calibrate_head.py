@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 import json
 import os
 import shutil
-import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -206,25 +203,22 @@ def _calibrate(
     before = evaluate(ready_head(first, engine), engine.model, store, held_out)
     note(f"before: {before}")
 
-    def student(n_steps: int, folder: Path, held_out: list[int]) -> Trainer:
+    def student(n_steps: int) -> Trainer:
         """Return the training of a copy of `first` on the quantized target's features."""
         copied = copy.deepcopy(first).float().requires_grad_(True)
         train = training_options(n_steps, "eagle3" if aux_layers else "eagle1")
         ids = first.target_ids()
-        return Trainer(copied, engine.model, store, held_out, ids, train, folder, identity=key)
+        run = work.folder / "run"
+        return Trainer(copied, engine.model, store, held_out, ids, train, run, identity=key)
 
     def steps_within() -> int:
         """Return the number of steps that fit into --minutes, by the time of a few of them."""
-        times: list[float] = []
-        with tempfile.TemporaryDirectory(dir=work.folder) as folder:
-            probe = student(PROBED_STEPS, Path(folder), held_out[:4])
-            probe.run(lambda entry: None, tick=lambda *step: times.append(time.perf_counter()))
-        seconds = statistics.mean(b - a for a, b in itertools.pairwise(times))
+        seconds = student(PROBED_STEPS).seconds_a_step(PROBED_STEPS)
         left = 60 * options.minutes - work.seconds
         return max(FEWEST_STEPS, int(left / (1.3 * seconds)))  # evaluations take the 0.3
 
     n_steps = work.once("steps", lambda: options.steps or steps_within())
-    trainer = student(n_steps, work.folder / "run", held_out)
+    trainer = student(n_steps)
     trainer.resume()
     with TrainingBar(trainer) as bar:
         trainer.run(bar.report, max(1, n_steps // 8), save_every=25, tick=bar.tick)

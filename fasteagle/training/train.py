@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -178,19 +180,12 @@ class Trainer:
 
         `tick` gets the number and the loss of every step, `report` gets every evaluation.
         """
-        device = self.head.fc.weight.device
-        schedule = batches(self.store, self.training, self.options)
-        for _ in range(self.step):
-            next(schedule)
         begun = saved = time.perf_counter()
         tokens, losses = 0, []
-        while self.step < self.options.steps:
-            share = self.ranks.share(next(schedule))
-            loss, n_rows = self._update(make_batch(self.store, share, device) if share else None)
+        for loss, n_rows in itertools.islice(self._steps(), self.options.steps - self.step):
             losses.append(loss)
             tokens += n_rows
-            self.step += 1
-            tick(self.step, losses[-1])
+            tick(self.step, loss)
             last = self.step == self.options.steps
             if self.step % every == 0 or last:
                 held = self.evaluate()
@@ -209,6 +204,24 @@ class Trainer:
                 saved = time.perf_counter()
             if patience and self._stalled(patience):
                 return
+
+    def seconds_a_step(self, n: int) -> float:
+        """Return the median time of a step, by `n` steps, the first ones aside.
+
+        They train the draft head: it should be a copy.
+        """
+        times = [time.perf_counter() for _ in itertools.islice(self._steps(), n)]
+        return statistics.median(b - a for a, b in itertools.pairwise(times[n // 4 :]))
+
+    def _steps(self) -> Iterator[tuple[float, int]]:
+        """Train without end; yield the loss and the row count of each step once it is done."""
+        device = self.head.fc.weight.device
+        schedule = batches(self.store, self.training, self.options)
+        for batch in itertools.islice(schedule, self.step, None):
+            share = self.ranks.share(batch)
+            done = self._update(make_batch(self.store, share, device) if share else None)
+            self.step += 1
+            yield done
 
     def evaluate(self) -> HeldOut:
         """Measure the draft head on held-out conversations; all processes must take part."""

@@ -181,7 +181,7 @@ def test_without_time_the_least_is_done_on_text_of_its_own(tmp_path, monkeypatch
     done = invoke(*calibrate(folder, head, out, "--minutes", 0.001))
     assert done.exit_code == 0, done.stderr
     work = tmp_path / "out.calibrating"  # on a disk that has room for the optimizer's state
-    assert len(places) > 1 and all(work in place.parents for place in places)
+    assert places and all(work in place.parents for place in places)
     assert len(texts[0]) == calibrate_head.MIN_CONVERSATIONS
     assert report_of(out)["steps"] == calibrate_head.FEWEST_STEPS
     assert max(map(max, texts[0])) < TINY_VOCAB
