@@ -34,6 +34,7 @@ from fasteagle.errors import FasteagleError, first_line
 from fasteagle.loading.registry import preset
 from fasteagle.paths import write_atomic
 from fasteagle.quant.interleaved import layout_for
+from fasteagle.quant.kernels import card_of
 from fasteagle.quant.tiling import Card, microseconds, tiling
 from fasteagle.tables import print_table
 
@@ -110,7 +111,7 @@ def main(
 ) -> None:
     """Time quantized linears; see the module's docstring for examples."""
     meta = conditions(accumulate, device)
-    card = this_card(device)
+    card = card_of(torch.device(device))
     bandwidth = meta["copy_gb_s"] = copy_bandwidth(torch.device(device))
     timings: list[dict[str, Any]] = []
     failures = []
@@ -216,14 +217,6 @@ def _elapsed(run: Callable[[], object], repeats: int) -> list[float]:
         if repeat >= 3:
             times.append(start.elapsed_time(end))
     return times
-
-
-def this_card(device: str) -> Card:
-    """Return the card by which the kernels choose their tiling; on a CPU a 3090."""
-    if device == "cpu":
-        return Card.like_3090(82)
-    properties = torch.cuda.get_device_properties(0)
-    return Card.of(properties.multi_processor_count, (properties.major, properties.minor))
 
 
 def predicted_us(
