@@ -12,8 +12,9 @@ from torch import Tensor
 from fasteagle.bench.row_spec import LOOKUP_TOKENS, RowSpec
 from fasteagle.bench.rows import Decoder, Turn
 from fasteagle.config import ModelConfig
-from fasteagle.config_hf import ERNIE
+from fasteagle.config_hf import ERNIE, MIMO
 from fasteagle.errors import FasteagleError
+from fasteagle.loading.names import expected_shapes
 from fasteagle.loading.tensors import Checkpoint
 from fasteagle.options import DraftOptions, SamplingParams
 
@@ -47,7 +48,8 @@ def hf_config(config: ModelConfig) -> Any:
         }
     elif config.rope_linear_factor != 1:
         rope |= {"rope_type": "linear", "factor": config.rope_linear_factor}
-    kind = getattr(transformers, config.architecture.replace("ForCausalLM", "Config"))
+    architecture = "Qwen2ForCausalLM" if config.architecture == MIMO else config.architecture
+    kind = getattr(transformers, architecture.replace("ForCausalLM", "Config"))
     made = kind(
         hidden_size=config.dim,
         num_hidden_layers=config.n_layer,
@@ -60,7 +62,7 @@ def hf_config(config: ModelConfig) -> Any:
         rms_norm_eps=config.norm_eps,
         rope_parameters=rope,
         tie_word_embeddings=config.tie_embeddings,
-        architectures=[config.architecture],
+        architectures=[architecture],
     )
     if config.architecture == "MistralForCausalLM":
         made.sliding_window = config.sliding_window
@@ -73,12 +75,11 @@ def hf_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | 
 
     config = hf_config(checkpoint.config)
     config._attn_implementation = "sdpa"
-    kind = getattr(transformers, checkpoint.config.architecture)
+    kind = getattr(transformers, config.architectures[0])
     with torch.device("meta"):
         model = kind(config)
-    state = {
-        name: checkpoint.load(name).to(device=device, dtype=dtype) for name in checkpoint.names()
-    }
+    names = expected_shapes(checkpoint.config)  # a layer for multi-token prediction is left out
+    state = {name: checkpoint.load(name).to(device=device, dtype=dtype) for name in names}
     if checkpoint.config.tie_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     model.load_state_dict(state, strict=True, assign=True)

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import head_quality
+from fasteagle.bench.hf import hf_model
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
@@ -21,6 +22,7 @@ from helpers import (
     edit_json,
     empty_state,
     invoke,
+    logits_of,
     make_hf_model,
     pairs,
     propose,
@@ -239,6 +241,15 @@ def test_it_is_measured_and_trained_for_more_steps(mimo, tmp_path, no_compiler):
     chat = ("chat", "--model", mimo, "--precision", "fp32", "-p", "hi", "--max-new-tokens", 8)
     answers = [invoke(*chat, *more) for more in (("--head", out), ("--no-spec",))]
     assert answers[0].stdout == answers[1].stdout and "warning" not in answers[0].stderr
+
+
+@torch.no_grad()
+def test_transformers_runs_the_model_without_it(mimo):
+    """As the benchmark's rows do; it has no class of this name."""
+    checkpoint, tokens = open_checkpoint(mimo), torch.arange(12)
+    theirs = hf_model(checkpoint, torch.float32, "cpu")(tokens[None]).logits[0]
+    ours = load_model(checkpoint, dtype=torch.float32, device="cpu", max_seq_len=64)
+    torch.testing.assert_close(logits_of(ours, tokens), theirs, rtol=1e-3, atol=1e-3)
 
 
 def test_a_draft_head_may_name_the_model_in_its_config(mimo, tmp_path):
