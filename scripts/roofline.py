@@ -227,7 +227,7 @@ def limits(
     else:
         check_tau(tau, row, tree)
         n_rows, drafting = tree.rows, work.drafting(case.head, tree) if row.has_head else []
-    cycle = [*work.verifying(n_rows), *drafting]
+    cycle = [*work.verifying(n_rows), *drafting, work.finishing]
     (plain, _), (verify, _), (total, bound) = (
         limit(parts, case.device, work.storage.element_bytes, fp16)
         for parts in (work.verifying(1), work.verifying(n_rows), cycle)

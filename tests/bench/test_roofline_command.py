@@ -51,6 +51,7 @@ def test_the_command_prints_the_limits():
     assert eagle["tree"] == "5, 4, 15" and eagle["verify ms"].endswith("(T=16)")
     ms = float(eagle["verify ms"].split()[0]) + float(eagle["draft ms"])
     assert float(eagle["tok/s"]) == pytest.approx(3.6e3 / ms, rel=0.01)
+    assert eagle["launches"] == "348", "as --terms says"
     assert table["ngram", "int4"]["draft ms"] == "-" and plain["bound"] == "memory"
     # 2 FLOPs a weight and row, and those of attention.
     flops = 2 * (LLAMA.linear_params + 32000 * 4096) + 4 * 32 * 4096 * 1024
