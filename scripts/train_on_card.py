@@ -51,6 +51,7 @@ TEMPERATURES = ("0", "0", "0.8", "1")
 WAITING = 256  # requests ready for slots that become free
 PROBE = 24  # steps that tell how many fit into a recipe's seconds
 EVALUATIONS = 3  # in a run
+MOST_SECONDS = 86_400.0
 OF_WRITING = "prompts", "exclude", "write_seconds", "slots", "answer_tokens"  # not with --text
 
 
@@ -73,14 +74,16 @@ def read_recipes(path: Path, config: ModelConfig) -> list[Recipe]:
         if type(content) is not dict:
             raise ValueError("it is no JSON object")
         for name, raw in content.items():
-            unknown = (raw.keys() - {"seconds", "options", "init"}) | (
-                raw["options"].keys() - known
-            )
+            own, seconds = {**raw["options"]}, float(raw["seconds"])
+            unknown = (raw.keys() - {"seconds", "options", "init"}) | (own.keys() - known)
             if unknown:
                 raise ValueError(f"{name} has an unknown {sorted(unknown)[0]!r}")
-            options = TrainOptions(**raw["options"])
+            if not 0 < seconds < MOST_SECONDS:
+                raise ValueError(f"{name} has {seconds:g} seconds")
+            if Path(name).name != name:
+                raise ValueError(f"{name!r} is no folder's name")
             init = Path(raw["init"]) if "init" in raw else None
-            recipes.append(Recipe(name, options, float(raw["seconds"]), init))
+            recipes.append(Recipe(name, TrainOptions(**own), seconds, init))
     for recipe in recipes:
         init_head(config, recipe.init, recipe.options)
     return recipes

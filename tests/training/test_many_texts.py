@@ -181,6 +181,10 @@ def text_of(tmp_path):
     [
         ([], "it is no JSON object"),
         ({"one": {"seconds": 1}}, "'options' is missing"),
+        ({"one": 1}, "it is no JSON object"),
+        ({"one": {"seconds": 1, "options": []}}, "it is no JSON object"),
+        ({"one": {"seconds": float("nan"), "options": {}}}, "one has nan seconds"),
+        ({"../one": {"seconds": 1, "options": {}}}, "'../one' is no folder's name"),
         ({"one": {"seconds": 1, "options": {"rate": 1}}}, "one has an unknown 'rate'"),
         ({"one": {"seconds": 1, "options": {}, "inti": "head"}}, "one has an unknown 'inti'"),
         ({"one": {"seconds": 1, "options": {"lr": 2}}}, "lr"),
