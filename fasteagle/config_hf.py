@@ -75,6 +75,7 @@ _ERNIE_DEFAULTS = {
 }
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "MistralForCausalLM": {"sliding_window": 4096},
+    "Qwen3ForCausalLM": {"head_dim": 128},
     "MixtralForCausalLM": {"rope_theta": 1e6, "rms_norm_eps": 1e-5},
     "OlmoeForCausalLM": {"rms_norm_eps": 1e-5},
     ERNIE: _ERNIE_DEFAULTS | {"head_dim": 128},
@@ -94,7 +95,7 @@ def _common(
     _refuse_unsupported(fields)
     is_old = not fields.part("rope_scaling").empty
     rope = fields.part("rope_scaling" if is_old else "rope_parameters")
-    scaling, linear = _rope_scaling(rope, source)
+    scaling, linear = _rope_scaling(fields, rope, source)
     return rope, {
         **read_shape(fields, _HF_KEYS, own.get("head_dim")),
         "vocab_size": fields.width("vocab_size"),
@@ -215,6 +216,7 @@ def _ernie_experts(fields: Fields, n_layer: int) -> dict[str, Any]:
     """Return the fields of Ernie-4.5's experts, which some of its blocks have."""
     n_expert = fields.integer("moe_num_experts", most=most_experts(n_layer))
     width = "moe_intermediate_size"
+    fields.number("moe_norm_min", 1e-12, most=1e-6)  # least sum of weights, which none has
     n_shared = fields.integer("moe_num_shared_experts", 2, least=0, most=MOST_EXPERTS)
     ffn_dim = fields.width(width)
     if n_shared * ffn_dim > MOST_WIDTH:
@@ -286,7 +288,9 @@ def _refuse_unsupported(fields: Fields) -> None:
         raise fields.error("quantization_config", "absent: use the unquantized checkpoint")
 
 
-def _rope_scaling(rope: Fields, source: str) -> tuple[Llama3RopeScaling | None, float]:
+def _rope_scaling(
+    fields: Fields, rope: Fields, source: str
+) -> tuple[Llama3RopeScaling | None, float]:
     kind = rope.text("rope_type", rope.text("type", "default"))
     if kind == "default":
         return None, 1.0
@@ -296,11 +300,12 @@ def _rope_scaling(rope: Fields, source: str) -> tuple[Llama3RopeScaling | None, 
         raise FasteagleError(
             f"{source}: RoPE scaling {kind!r} is not supported; supported: default, linear, llama3"
         )
-    return read_llama3_scaling(rope, "original_max_position_embeddings"), 1.0
+    original = "original_max_position_embeddings"  # of two, transformers takes the outer one
+    return read_llama3_scaling(rope, original, fields if original in fields else rope), 1.0
 
 
-def read_llama3_scaling(rope: Fields, original: str) -> Llama3RopeScaling:
-    """Read Llama-3.1's RoPE scaling; `original` is the file's key of `original_max_seq_len`."""
+def read_llama3_scaling(rope: Fields, original: str, place: Fields) -> Llama3RopeScaling:
+    """Read Llama-3.1's RoPE scaling; `place` has `original_max_seq_len` under `original`."""
     low = rope.number("low_freq_factor")
     if rope.number("high_freq_factor") <= low:
         raise rope.error("high_freq_factor", f"above low_freq_factor ({low:g})")
@@ -308,5 +313,5 @@ def read_llama3_scaling(rope: Fields, original: str) -> Llama3RopeScaling:
         factor=rope.number("factor"),
         low_freq_factor=low,
         high_freq_factor=rope.number("high_freq_factor"),
-        original_max_seq_len=rope.integer(original),
+        original_max_seq_len=place.integer(original),
     )

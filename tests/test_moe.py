@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fasteagle.config import MoEConfig, draft_block
-from fasteagle.config_hf import from_hf
+from fasteagle.config_hf import ERNIE_MOE, from_hf
 from fasteagle.errors import FasteagleError
 from fasteagle.model import MoE
 from helpers import tiny_config
@@ -87,6 +87,7 @@ QWEN = MIXTRAL | {
     "num_local_experts": None,
     "num_experts": 8,
 }
+ERNIE = QWEN | {"architectures": [ERNIE_MOE], "moe_num_experts": 8, "moe_k": 2}
 
 
 def test_blocks_without_experts_are_those_the_config_names():
@@ -111,6 +112,7 @@ def test_blocks_without_experts_are_those_the_config_names():
         (QWEN | {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
         (QWEN | {"mlp_only_layers": [3]}, "mlp_only_layers is .3.: .* from 0 to 2"),
         (MIXTRAL | {"architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0}, "clip_qkv is 8.0"),
+        (ERNIE | {"moe_norm_min": 0.5}, "moe_norm_min is 0.5"),
         ({"architectures": ["GptOssForCausalLM"]}, "'GptOssForCausalLM' is not supported .att"),
         (
             {"architectures": ["Qwen3NextForCausalLM"]},

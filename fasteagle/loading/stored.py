@@ -207,7 +207,7 @@ def _model_config(fields: Fields) -> ModelConfig:
         max_seq_len=fields.integer("max_seq_len"),
         norm_eps=fields.number("norm_eps", most=1),
         rope_base=fields.number("rope_base"),
-        rope_scaling=None if scaling.empty else read_llama3_scaling(scaling, _ORIGINAL),
+        rope_scaling=None if scaling.empty else read_llama3_scaling(scaling, _ORIGINAL, scaling),
         rope_linear_factor=fields.number("rope_linear_factor", 1.0),
         rope_freq_factors=read_freq_factors(fields, shape["head_dim"]),
         tie_embeddings=fields.flag("tie_embeddings"),

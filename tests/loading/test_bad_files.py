@@ -137,7 +137,7 @@ def test_an_absent_key_has_the_value_of_the_class_of_transformers(architecture):
     raw |= {"moe_num_experts": 4, "moe_k": 2} if architecture == ERNIE_MOE else {}
     config, ours = kind(**raw), from_hf(raw, "config.json")
     rope = config.rope_parameters
-    assert ours.head_dim == getattr(config, "head_dim", None) or ours.head_dim == 16
+    assert ours.head_dim == (getattr(config, "head_dim", None) or 16)
     assert ours.tie_embeddings == config.tie_word_embeddings
     assert ours.rope_base == rope["rope_theta"] and ours.norm_eps == config.rms_norm_eps
     if architecture in ("MistralForCausalLM", "MixtralForCausalLM"):

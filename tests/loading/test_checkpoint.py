@@ -209,6 +209,12 @@ def test_of_two_rope_fields_the_older_counts(folder, old, factor):
     assert open_checkpoint(folder).config.rope_linear_factor == factor
 
 
+def test_of_two_original_lengths_the_outer_counts(folder):
+    """As in transformers."""
+    edit_json(folder / "config.json", original_max_position_embeddings=16)
+    assert open_checkpoint(folder).config.rope_scaling.original_max_seq_len == 16
+
+
 def test_torch_bin_with_compressed_parts(folder):
     """torch maps the file, and would take compressed bytes for values."""
     tensors = load_file(folder / "model.safetensors")
