@@ -16,7 +16,7 @@ from rich.markdown import Markdown
 
 from fasteagle.cli.session import Piece
 
-MARKS = re.compile(r"[*_`#|]|^\s*(?:[-+>]|\d+[.)]) ", re.MULTILINE)
+MARKS = re.compile(r"[*_`#|]|~~|^\s*(?:[-+>]|\d+[.)]) ", re.MULTILINE)
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # but newline and tab
 ESCAPE = "\x1b["
 

@@ -69,6 +69,7 @@ def test_marks_become_what_they_mean():
     assert text.startswith(">>> hi\n") and "**" not in text and "`" not in text and "#" not in text
     assert "Title" in text and "some bold and code" in text and "• one" in text
     assert raw.startswith("# Title\n\nsome **bold**")  # it was seen while it came
+    assert shown("some ~~gone~~")[0].endswith("some gone")
 
 
 def test_nothing_before_the_answer_is_erased():
