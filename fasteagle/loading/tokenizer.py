@@ -63,10 +63,7 @@ class ChatTokenizer:
         marks = self._marks[1]
         if any(mark.start() < start < mark.end() for mark in marks.finditer(text)):
             return None
-        rest = text[start:]
-        if marks.match(rest):  # no blank comes before a mark
-            return self.encode(rest)
-        return list(chain.from_iterable(self._continued(rest.split(LITERAL))))
+        return list(chain.from_iterable(self._continued(text[start:].split(LITERAL))))
 
     def _continued(self, texts: list[str]) -> Iterator[list[int]]:
         """Yield token ids of texts inside words, which SentencePiece would begin with a blank."""
@@ -183,7 +180,7 @@ class ChatTokenizer:
         In JSON and in regular expressions its characters may be escaped.
         """
         special, _ = self._marks
-        texts = [form, form.replace("\\", "")]
+        texts = [form.replace("\\", "")]
         with contextlib.suppress(ValueError, RecursionError):
             texts.append(json.dumps(json.loads(form), ensure_ascii=False))
         found = (special.search(text) for text in texts)

@@ -201,7 +201,7 @@ class Toy:
     tokens = (*(bytes([i]) for i in range(256)), b"<end>", b'{"', b'":', b' "')
     eos_ids = frozenset({eos_token_id})
     special_in = ChatTokenizer.special_in
-    _marks = re.compile("<end>"), None
+    _marks = re.compile("<end>|<é>"), None
 
     def __call__(self, text):
         return list(text if isinstance(text, bytes) else text.encode())
@@ -252,10 +252,11 @@ def test_a_form_without_any_next_token_is_an_error(n_rows):
         ("regex", r"a\<end\>b"),
         ("json_schema", '{"const": "a<end>"}'),
         ("json_schema", '{"enum": ["\\u003cend\\u003e"]}'),
+        ("json_schema", '{"const": "<\\u00e9>"}'),
     ],
 )
 def test_forms_of_special_tokens_are_refused(spec):
-    with pytest.raises(FasteagleError, match="'<end>' is a special token of this model"):
+    with pytest.raises(FasteagleError, match="'<(end|é)>' is a special token of this model"):
         GrammarCompiler(Toy(), 260).start(GrammarSpec(*spec))
 
 

@@ -26,7 +26,9 @@ def blanks_first():
         [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     tokenizer.add_special_tokens(["<|end|>"])
-    return ChatTokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer), frozenset())
+    tokenizer.add_tokens(["<|a"])
+    backend = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    return ChatTokenizer(backend, frozenset(), "{{ messages }}<|a")
 
 
 def known(tokenizer, text, answer):
@@ -38,11 +40,12 @@ def known(tokenizer, text, answer):
     return texts
 
 
-def test_the_longest_known_text_goes_on(byte_level):
+@pytest.mark.parametrize("rest", ["x", "<|end|>", "<|end|>x"])
+def test_the_longest_known_text_goes_on(byte_level, rest):
     texts = KnownTexts(byte_level)
     for text, ids in (("ab", [1]), ("abcd", [2, 3]), ("abc", [4])):
         texts.add(text, ids, [])
-    assert texts.encode("abcdx") == [2, 3, *byte_level.encode("x")]
+    assert texts.encode("abcd" + rest) == [2, 3, *byte_level.encode(rest)]
 
 
 def test_the_oldest_known_text_is_forgotten(byte_level):
@@ -65,7 +68,7 @@ def test_a_known_text_that_ends_inside_a_special_token_is_none(byte_level, begun
     assert byte_level.raw(texts.encode(plain)) == plain
 
 
-@pytest.mark.parametrize("rest", ["c", " c", "<|end|>a", "c<\ufdd0|end|>c", "\nc", ""])
+@pytest.mark.parametrize("rest", ["c", " c", "<|end|>a", "<|ac", "c<\ufdd0|end|>c", "\nc", ""])
 def test_the_rest_of_a_known_text_gets_no_blank(blanks_first, rest):
     texts = known(blanks_first, "a", "b")
     assert texts.encode("ab" + rest) == blanks_first.encode("ab" + rest)
