@@ -42,7 +42,7 @@ def plot_confidence(tenths: Mapping[str, Sequence[tuple[int, int]]], path: Path)
 def _write(chart: Any, path: Path) -> None:
     """Write a matplotlib figure in the format that the suffix names."""
     with replacing(path) as temporary:
-        chart.savefig(temporary, format=path.suffix[1:].lower(), dpi=150)
+        chart.savefig(temporary, format=path.suffix[1:], dpi=150)
 
 
 def figure(report: dict[str, Any]) -> Any:

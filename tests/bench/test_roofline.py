@@ -176,6 +176,7 @@ def test_bytes_of_the_parts_are_those_of_the_model(name):
         ("NVIDIA H200", 4800),
         ("NVIDIA H100 80GB HBM3", 3350),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
         ("NVIDIA H100 PCIe", None),
         ("NVIDIA GH200 480GB", None),
         ("AMD EPYC", None),

@@ -92,6 +92,14 @@ def test_arithmetic_of_a_simulated_row():
     assert [record[name] for name in ("draft_ms", "verify_ms", "other_ms")] == [50, 100, 50]
 
 
+def test_acceptance_of_a_chain_is_counted_by_depth():
+    stats = Stats(passes=5, path_lengths=[0, 1, 2, 2, 4])
+    turn = Turn([1] * 15, 0.5, 2.0, 5, stats)
+    chain, tree = reported(row_of(turn, name="eagle-chain"), row_of(turn, name="eagle"))
+    assert chain["accepted_by_depth"] == tree["accepted_by_depth"] == [0.8, 0.6, 0.2, 0.2]
+    assert (chain["n_alpha"], tree["n_alpha"]) == ([0.8, 0.75, 0.3333, 1.0], None)
+
+
 @pytest.mark.parametrize(("backend", "sums"), [("fasteagle", "fp32"), ("torchao", None)])
 def test_a_report_says_how_our_kernels_accumulate(backend, sums):
     runtime = RuntimeOptions(device="cpu", backend=backend, quant="int4")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -78,7 +79,7 @@ def typed(llm, capsys):
     llm.engine.use(chat.drafter)
 
 
-def test_commands(typed):
+def test_commands(typed, monkeypatch):
     assert "/retry" in typed("/help") and "Ctrl-C" in typed("/?")
     assert "no answer yet" in typed("/stats") or typed.chat.session.stats.new_tokens
     assert "nothing to retry" in typed("/retry")
@@ -86,7 +87,11 @@ def test_commands(typed):
     assert "no command '/retyr'; did you mean '/retry'" in text and "prefill" not in text
     assert "prefill" in typed("hello") and "prefill" in typed("/regen")
     typed.chat.session.stats.path_lengths = [1, 2, 0, 1]
+    drafter = typed.chat.engine.drafter
+    monkeypatch.setattr(drafter, "policy", SimpleNamespace(explain=lambda: "policy: sizes"))
     numbers = typed("/metrics")
+    monkeypatch.undo()
+    assert "policy: sizes\n" in numbers
     assert numbers.count("tau") == 1 and "accepted to depth 1: 75 % 2: 25 %" in numbers
     assert typed.chat.engine.backend.describe() in numbers
     assert "conversation forgotten" in typed("/reset")
@@ -105,7 +110,7 @@ def test_a_text_of_several_lines_is_no_command(typed):
 
 def test_setting_options(typed):
     typed("/set temperature=0.5;top-p=0.8;seed=23;max_new_tokens=3;stop=a,b")
-    shown = typed("/show")
+    shown = typed("/set")
     assert "stop = x,y\n" in typed("/set stop=x,,y,") + typed("/show")
     for line in ("temperature = 0.5", "top_p = 0.8", "max_new_tokens = 3", "stop = a,b"):
         assert line in shown

@@ -73,6 +73,12 @@ def test_every_format_is_read_exactly(case, tmp_path):
     assert (scheme.method, scheme.head_bits) == ("own", 16)
 
 
+@pytest.mark.parametrize("order", [None, False, "weight", "static", True, "group", "dynamic"])
+def test_compressed_weights_in_act_order_need_their_groups(order):
+    layout = CompressedTensorsLayout({"config_groups": {"0": {"weights": {"actorder": order}}}})
+    assert ("weight_g_idx" in layout.required) == (order in (True, "group", "dynamic"))
+
+
 @pytest.mark.parametrize("case", ["gptq-act-order", "awq", "compressed-8bit"])
 def test_fingerprint_and_loaded_model_equal_the_dense_one(case, tmp_path):
     oracles = write_case(tmp_path / "packed", case)

@@ -319,8 +319,9 @@ def test_quantizing_in_place_reaches_every_linear():
     assert not [m for m in target.blocks.modules() if isinstance(m, nn.Linear)]
     head: EagleHead = random_head(target, torch.arange(0, 60, 2), rope_base=10000.0)
     head.borrow(target, 128)
-    quantize_head_(head, Scheme(4, 64, head_bits=8))
-    assert isinstance(head.fc, Int4Linear) and head.fc.group_size == 64
+    quantize_head_(head, Scheme(4, 128, head_bits=8))
+    assert isinstance(head.fc, Int4Linear) and head.fc.group_size == 128
+    assert head.block.mlp.gate_up.group_size == 64, "the widest that divides"
     assert head.block.mlp.down.group_size == 32  # 96 inputs
     assert isinstance(head.lm_head, Int8Linear) and isinstance(target.lm_head, nn.Linear)
 
