@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fasteagle.config_fields import Fields
+from fasteagle.errors import FasteagleError
 from fasteagle.quant import formats
 from fasteagle.quant.formats import Geometry, Imported, Shape, refused
 
@@ -83,14 +85,14 @@ class CompressedTensorsLayout:
         self.required = tuple(part for part in self.parts if needed.get(part, True))
 
     def geometry(self, shapes: Mapping[str, Shape], load: Callable[[str], Tensor]) -> Geometry:
-        shape = tuple(map(int, load("weight_shape").flatten().tolist()))
+        shape = _two_integers(load("weight_shape"))
         return formats.compressed_tensors_geometry(
             shapes["weight_packed"], shapes["weight_scale"], shape
         )
 
     def unpack(self, parts: Mapping[str, Tensor]) -> Imported:
         # The rows that were read, which may be only the first ones.
-        shape = (len(parts["weight_packed"]), int(parts["weight_shape"].flatten()[1]))
+        shape = (len(parts["weight_packed"]), _two_integers(parts["weight_shape"])[1])
         return formats.from_compressed_tensors(
             parts["weight_packed"],
             parts["weight_scale"],
@@ -98,6 +100,16 @@ class CompressedTensorsLayout:
             parts.get("weight_zero_point"),
             parts.get("weight_g_idx"),
         )
+
+
+def _two_integers(weight_shape: Tensor) -> tuple[int, int]:
+    if weight_shape.shape != (2,) or weight_shape.dtype not in (torch.int32, torch.int64):
+        raise FasteagleError(
+            f"weight_shape is {weight_shape.dtype} {tuple(weight_shape.shape)}: must be two "
+            "integers; fetch the file again"
+        )
+    n_rows, n_columns = weight_shape.tolist()
+    return n_rows, n_columns
 
 
 Layout = GPTQLayout | AWQLayout | CompressedTensorsLayout

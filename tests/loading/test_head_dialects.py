@@ -186,6 +186,7 @@ BAD = [
     (SF, said(fc_norm=True), "missing fc_norm.0.weight"),
     # The vocabulary.
     (E3, changed("d2t", torch.Tensor.float), "d2t is float32, expected integers"),
+    (E3, changed("d2t", lambda d2t: d2t.to(torch.float8_e5m2)), "d2t is float8_e5m2, expected int"),
     (E3, changed("d2t", lambda d2t: d2t + 40), "d2t and t2d do not agree: fetch"),
     (E3, changed("d2t", lambda d2t: d2t[:5]), "d2t and t2d do not agree"),
     (E3, lambda r, s: (s.pop("t2d"), put("d2t", s["d2t"][:5])(r, s)), r"d2t is \(5,\), expected"),

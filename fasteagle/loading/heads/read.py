@@ -348,13 +348,12 @@ def _described(name: str, raw: Raw, state: State, header: Header | None) -> Head
         dialect = tables.EAGLE12 if header is None else tables.OURS
         return HeadSource(name, dialect, raw, state, eagle3, header)
     d2t = state.get(MAP)
-    if d2t is not None and not d2t.is_floating_point():  # else it is refused later
-        d2t = state[MAP] = d2t.long()
     if d2t is not None and (raw.get("draft_vocab_size") or d2t.numel()) == raw.get("vocab_size"):
         del state[MAP]  # the identity, which some files hold as zeros
-    elif d2t is not None and t2d is not None:
+    elif d2t is not None and not d2t.is_floating_point():  # else it is refused later
+        d2t = state[MAP] = d2t.long()
         ids = set(target_ids(d2t).tolist())
-        if ids != set(t2d.bool().nonzero().flatten().tolist()):
+        if t2d is not None and ids != set(t2d.bool().nonzero().flatten().tolist()):
             raise FasteagleError(f"{name}: d2t and t2d do not agree: fetch the head again")
     layout = tables.eagle3_dialect(raw, has_header=header is not None)
     layers = tables.dotted(raw).get(layout.layers) or None  # speculators writes [] as its default
