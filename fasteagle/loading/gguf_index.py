@@ -101,13 +101,17 @@ class _Reader:
         n_fields = self._count("metadata fields", _MIN_FIELD)
         fields = dict(self._field() for _ in range(n_fields))
         infos = dict(self._info() for _ in range(n_tensors))
+        if len(fields) < n_fields or len(infos) < n_tensors:
+            raise self._damaged("a name that is there twice")
         alignment = fields.get("general.alignment", 32)
         if type(alignment) is not int or alignment < 1:
             raise self._damaged(f"general.alignment {alignment}")
-        start = -(-self._at // alignment) * alignment
-        tensors = {name: self._tensor(name, start, info) for name, info in infos.items()}
-        if len(fields) < n_fields or len(tensors) < n_tensors:
-            raise self._damaged("a name that is there twice")
+        start, place, tensors = _aligned(self._at, alignment), 0, {}
+        for name, info in infos.items():
+            if info.offset != place:  # of one behind the other, as llama.cpp has it
+                raise self._damaged(f"{name} at {info.offset:,} instead of {place:,}")
+            tensors[name] = self._tensor(name, start, info)
+            place += _aligned(tensors[name].n_bytes, alignment)
         return GGUFIndex(fields, tensors)
 
     def _field(self) -> tuple[str, Any]:
@@ -210,3 +214,7 @@ class _Reader:
         return FasteagleError(
             f"{self._path}: damaged: {what} in its index before byte {self._at:,}: fetch it again"
         )
+
+
+def _aligned(n: int, alignment: int) -> int:
+    return -(-n // alignment) * alignment
