@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fasteagle.config_fields import Fields
-from fasteagle.errors import FasteagleError
+from fasteagle.errors import FasteagleError, first_line
 from fasteagle.loading.gguf_tokenizer import converted_gguf, in_one_line, transformers_library
 from fasteagle.loading.tensors import read_json
 
@@ -229,11 +229,15 @@ class ChatTokenizer:
         if tools or template != self._template:  # that for tools may go through them unasked
             more["tools"] = [_marked(tool, self._marks[1]) for tool in tools or ()]
         try:
-            return self._backend.apply_chat_template(
+            text = self._backend.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=add_generation_prompt, **more
             )
+            text.encode()  # a template may write half a character
         except Exception as error:  # jinja2's errors, and whatever a template raises on purpose
-            raise FasteagleError(f"the model's chat template refused: {error}") from error
+            raise FasteagleError(
+                f"the model's chat template refused: {first_line(error)}"
+            ) from error
+        return text
 
 
 def _marked(value: Any, pattern: re.Pattern[str]) -> Any:

@@ -42,9 +42,17 @@ def test_every_end_of_text_id_counts(tiny_dir, tmp_path):
     assert load_tokenizer(folder).eos_ids == {TINY_VOCAB - 1, 11}
 
 
-def test_template_that_refuses_is_one_line(tiny_dir):
-    tokenizer = load_tokenizer(tiny_dir, "{{ raise_exception('no system prompt, please') }}")
-    with pytest.raises(FasteagleError, match="template refused: no system prompt, please"):
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ raise_exception('no system prompt, please') }}", "no system prompt, please"),
+        ("{{ 'x' * 10**14 }}", "MemoryError"),
+        ("{{ '\\ud800' }}", "'utf-8' codec can't encode"),
+    ],
+)
+def test_template_that_refuses_is_one_line(tiny_dir, template, reason):
+    tokenizer = load_tokenizer(tiny_dir, template)
+    with pytest.raises(FasteagleError, match=f"template refused: {reason}"):
         tokenizer.render(USER)
 
 
