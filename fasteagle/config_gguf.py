@@ -78,6 +78,9 @@ def from_gguf(
     scaling = fields.text(f"{kind}.rope.scaling.type", "linear")  # llama.cpp's default
     if scaling not in ("none", "linear"):
         raise FasteagleError(f"{source}: GGUF RoPE scaling {scaling!r} is not supported")
+    factor = f"{kind}.rope.scaling.attn_factor"
+    if fields.number(factor, 1.0) != 1:
+        raise fields.error(factor, "1, others are not supported")
     shape = read_shape(fields, {name: f"{kind}.{key}" for name, key in _KEYS.items()})
     rotated = f"{kind}.rope.dimension_count"
     if fields.width(rotated, shape["head_dim"]) != shape["head_dim"]:

@@ -212,9 +212,13 @@ def test_files_that_cannot_run(tmp_path):
     write_gguf(path, model, architecture="qwen3", extra={"qwen3.expert_count": 8})
     with pytest.raises(FasteagleError, match="'qwen3' with experts is not supported"):
         GGUFFile(path)
-    write_gguf(path, model, extra={"llama.rope.dimension_count": 8})
-    with pytest.raises(FasteagleError, match=r"dimension_count is 8: must be 16, RoPE on a part"):
-        GGUFFile(path)
+    for extra, message in (
+        ({"llama.rope.dimension_count": 8}, "dimension_count is 8: must be 16, RoPE on a part"),
+        ({"llama.rope.scaling.attn_factor": 2.0}, r"attn_factor is 2\.0: must be 1, others are"),
+    ):
+        write_gguf(path, model, extra=extra)
+        with pytest.raises(FasteagleError, match=message):
+            GGUFFile(path)
     for data, kind, message in (
         (np.zeros((4, 8), np.float32), None, r"llama\.embedding_length is missing"),
         (np.zeros((4, 54), np.uint8), GGMLQuantizationType.TQ1_0, r"TQ1_0; supported: F32"),
