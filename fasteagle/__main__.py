@@ -1,5 +1,16 @@
-"""Entry point of `python -m fasteagle`."""
+"""Entry point of `fasteagle` and of `python -m fasteagle`."""
 
-from fasteagle.cli.main import main
+import sys
 
-main(prog_name="fasteagle")
+
+def run() -> None:
+    """Run the command; Ctrl-C while it is imported ends it in one line, as click ends it later."""
+    try:
+        from fasteagle.cli.main import main  # here, where Ctrl-C is expected
+    except KeyboardInterrupt:
+        sys.exit("\nAborted!")
+    main(prog_name="fasteagle")
+
+
+if __name__ == "__main__":
+    run()

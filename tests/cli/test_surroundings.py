@@ -58,6 +58,13 @@ def test_exit_codes(tiny_dir, tmp_path, redirected, options, code, message):
     assert re.search(message, stderr), stderr
 
 
+def test_ctrl_c_while_the_command_is_imported(tmp_path):
+    (tmp_path / "click.py").write_text("raise KeyboardInterrupt")
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run([sys.executable, "-m", "fasteagle"], env=env, capture_output=True)
+    assert (done.returncode, done.stderr) == (1, b"\nAborted!\n")
+
+
 @pytest.mark.parametrize("place", ["a file", "read-only"])
 def test_a_cache_that_cannot_be_written_costs_one_line(tiny_dir, tmp_path, monkeypatch, place):
     cache = tmp_path / "cache" if place == "a file" else "/proc/1"
