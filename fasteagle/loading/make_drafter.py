@@ -183,7 +183,7 @@ class Drafting:
     ) -> Drafter:
         """Load the draft model beside its target."""
         try:
-            target = prepared.engine().target
+            target = prepared.engine(notify=notify).target
         except FasteagleError as error:
             raise FasteagleError(
                 f"draft model {prepared.name}, beside its target: {error}"

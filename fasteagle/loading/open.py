@@ -244,7 +244,7 @@ class PreparedModel:
             linears = None
             if scheme is not None:
                 native = wants_cpu_kernels(options, device, self.dtype_name)
-                native = native and has_cpu_kernels(options.cpu_kernels)
+                native = native and has_cpu_kernels(options.cpu_kernels, notify)
                 linears = Linears(checkpoint, device, self.dtype, native)
             model = load_model(
                 checkpoint,
@@ -311,9 +311,9 @@ def wants_cpu_kernels(options: RuntimeOptions, device: torch.device, dtype_name:
     return dtype_name != "fp16"
 
 
-def has_cpu_kernels(choice: str) -> bool:
+def has_cpu_kernels(choice: str, notify: Callable[[str], None]) -> bool:
     """Load our CPU kernels, built at first use; return False and warn where there are none."""
-    why_not = cpu_build.available(choice, note)
+    why_not = cpu_build.available(choice, notify)
     if why_not is not None:
         note(f"warning: torch's own CPU kernels are used: {why_not}")
     return why_not is None

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fasteagle.errors import FasteagleError
+from fasteagle.loading.open import has_cpu_kernels
 from fasteagle.quant import cpu_build
 from fasteagle.quant.cpu_build import BuildError
 
@@ -66,6 +67,15 @@ def test_a_compiler_that_fails_is_quoted_in_one_line_and_leaves_nothing(
     reason = cpu_build.available("auto")
     assert reason and "\n" not in reason
     assert (tmp_path / "calls").read_text() == calls, "a failure is remembered"
+
+
+def test_the_wait_for_the_compiler_is_a_remark(fake_compiler, capsys):
+    """--quiet and the Python API leave remarks out; warnings they show."""
+    fake_compiler("exit 1\n")
+    notes: list[str] = []
+    assert not has_cpu_kernels("auto", notes.append)
+    (note,), (warning,) = notes, capsys.readouterr().err.splitlines()
+    assert note.startswith("compiling the CPU kernels") and warning.startswith("warning: torch's")
 
 
 def test_a_compiler_that_hangs_is_stopped_with_its_children(fake_compiler, monkeypatch, tmp_path):
