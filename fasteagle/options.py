@@ -266,7 +266,7 @@ class DraftOptions:
     lookup_depth: int | None = option(
         None,
         "Tokens that fused and ngram copy in a row, at most; auto then looks up.  "
-        f"[default: {LOOKUP_DEPTH}, ngram 7; chains on CPUs: 16]",
+        f"[default: {LOOKUP_DEPTH}, ngram 7; chains on CPUs: 16, and 31 at most]",
         least=1,
         most=MAX_REACH,
     )
