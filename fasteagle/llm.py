@@ -91,8 +91,7 @@ class LLM:
         """Free the memory and refuse later calls; raise while an answer is under way."""
         if self._closed:
             return
-        if self.answers.running:
-            raise FasteagleError("an answer is under way: read its stream to the end or close it")
+        self._check_idle()
         self._closed = True
         if self.preparation is not None:
             self.preparation.join()
@@ -112,8 +111,9 @@ class LLM:
         return self.preparation
 
     def use(self, drafter: Drafter | None) -> None:
-        """Draft by `drafter` in the next answers; None: decode plainly."""
+        """Draft by `drafter` from now on, None: decode plainly; raise as `close` does."""
         self._check_open()
+        self._check_idle()
         (self.preparation or self.engine).use(drafter)
 
     @property
@@ -314,6 +314,10 @@ class LLM:
     def _check_open(self) -> None:
         if self._closed:
             raise FasteagleError("this model was closed: load it again")
+
+    def _check_idle(self) -> None:
+        if self.answers.running:
+            raise FasteagleError("an answer is under way: read its stream to the end or close it")
 
 
 def load(

@@ -220,12 +220,16 @@ def test_closing_after_an_error_keeps_the_error(tiny_dir):
         raise KeyError("again")
 
 
-def test_leaving_without_an_error_refuses_while_an_answer_is_under_way(tiny_dir):
+def test_leaving_and_another_drafter_are_refused_while_an_answer_is_under_way(tiny_dir):
+    """Kernels raised in the middle of an answer whose drafter had changed."""
     llm = fasteagle.load(str(tiny_dir), precision="fp32", drafter="none")
-    with pytest.raises(FasteagleError, match="an answer is under way"), llm:
-        begun = llm.generate("a", stream=True, max_new_tokens=50)
-        next(begun)
+    begun = llm.generate("a", stream=True, max_new_tokens=50)
+    next(begun)
+    for refused in (lambda: llm.use(None), lambda: llm.__exit__(None)):
+        with pytest.raises(FasteagleError, match="an answer is under way"):
+            refused()
     begun.close()
+    llm.use(None)
     llm.close()
 
 
