@@ -29,8 +29,10 @@ class _Kept:
     rows: list[Tensor]  # [2 L, G, n, E] each: the target's, then the drafter's own
 
     @classmethod
-    def of(cls, engine: Engine, n: int) -> _Kept:
-        """Return the first `n` tokens of the engine's sequence, with views of its rows."""
+    def of(cls, engine: Engine, most: int) -> _Kept:
+        """Return up to `most` first tokens of the engine's sequence, with views of its rows."""
+        slots = [cache.n_slots for cache in engine.caches]  # few where the drafter is a new one
+        n = min(most, len(engine.cached), *slots)
         rows = [cache.rows[:, :, :n] for cache in engine.caches]
         return cls(engine.cached[:n], min(engine.shown, n), _origin(engine), rows)
 
@@ -63,7 +65,7 @@ class PrefixCache:
         """
         shared = common_prefix(engine.cached, prompt)
         longest, most = None, shared + FEW_TOKENS
-        for entry in [*self._kept, *(_Kept.of(other, len(other.cached)) for other in others)]:
+        for entry in [*self._kept, *(_Kept.of(other, len(prompt)) for other in others)]:
             n = common_prefix(entry.tokens, prompt)
             # A drafter that has not seen those tokens would need them computed again.
             n = n if entry.drafter is _origin(engine) else 0
@@ -80,11 +82,10 @@ class PrefixCache:
     def _keep(self, engine: Engine) -> None:
         """Store the engine's sequence, or as much of its beginning as the limit allows."""
         of_one = engine.slot_bytes
-        n = min(len(engine.cached), self.limit // of_one)
-        if n <= FEW_TOKENS:
-            return
-        kept = _Kept.of(engine, n)
+        kept = _Kept.of(engine, self.limit // of_one)
         tokens = kept.tokens
+        if (n := len(tokens)) <= FEW_TOKENS:
+            return
         for entry in self._kept:
             if entry.drafter is kept.drafter and common_prefix(entry.tokens, tokens) == n:
                 self._kept = [*(k for k in self._kept if k is not entry), entry]

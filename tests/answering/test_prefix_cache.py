@@ -134,6 +134,22 @@ def test_another_drafter_does_not_take_what_it_has_not_seen(target):
     assert engine.stats.cached_tokens < FEW_TOKENS
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_another_drafter_has_no_rows_of_a_long_text_yet(target, beside):
+    """Neither where the text is kept, nor where it is copied from another engine."""
+    made = drafters(target)
+    engine, cache = Engine(target, 512, drafter=made["eagle"]()), PrefixCache(2**30)
+    answer(engine, text(1, 300))
+    engine.use(made["eagle3"]())
+    if beside:
+        other = Engine(target, 512, drafter=engine.drafter.sibling())
+        cache.turn_to(other, text(1, 300), [engine])
+        engine = other
+    else:
+        answer(engine, text(2), cache)
+    assert answer(engine, text(1, 300), cache) == answer(Engine(target, 512), text(1, 300))
+
+
 def test_the_drafter_is_shown_what_it_has_not_seen_when_it_was_kept(target):
     """An answer's last tokens are not shown to the draft head; bringing back does not hide that."""
     engine, cache = Engine(target, 512, drafter=drafters(target)["eagle"]()), PrefixCache(2**30)
