@@ -62,18 +62,20 @@ struct Weight {
                     (h.bits == 4 ? h.second == 1 || h.second == 2 : h.bits == 8 && h.second == 0),
                 "not a packed weight");
     data = memory + HEADER_BYTES;
-    blocks = (h.K + BLOCK - 1) / BLOCK;
+    blocks = (int64_t(h.K) + BLOCK - 1) / BLOCK;
     groups = (blocks + h.group_blocks - 1) / h.group_blocks;
-    column_blocks = (h.N + COLUMNS - 1) / COLUMNS;
+    column_blocks = (int64_t(h.N) + COLUMNS - 1) / COLUMNS;
+    TORCH_CHECK(
+        h.stride <= packed.numel() && packed.numel() == HEADER_BYTES + column_blocks * h.stride,
+        "not a packed weight");
     const int64_t step = h.bits * 4 * COLUMNS, n_far = FAR / step;
     far = n_far / blocks * h.stride + n_far % blocks * step;
     far_blocks = blocks - n_far % blocks;
     base = h.base + (h.bits == 8 ? Dot<8, false>::bias - 128 : Dot<4, false>::bias);
-    TORCH_CHECK(packed.numel() == HEADER_BYTES + column_blocks * h.stride, "not a packed weight");
     const int64_t of_values = blocks * step;
     const int64_t of_parameters = groups * COLUMNS * (h.wide ? 4 : 2);
     const auto lies_behind = [&](int64_t at) {
-      return at >= of_values && at + of_parameters <= h.stride;
+      return at >= of_values && at <= h.stride - of_parameters;
     };
     TORCH_CHECK(lies_behind(h.scales_at) && (!h.second || lies_behind(h.second_at)),
                 "not a packed weight");

@@ -54,6 +54,11 @@ WRONG_HEADERS = [
     ("q4_1", {"second_at": 448}),
     ("q4_1", {"second_at": 577}),
     ("int8", {"scales_at": 1025}),
+    # Sums that overflow.
+    ("q4_1", {"K": 2**31 - 1}),
+    ("q4_1", {"N": 64, "stride": 2**62 + 320}),
+    ("q4_1", {"scales_at": 2**63 - 1}),
+    ("q4_1", {"second_at": 2**63 - 1}),
 ]
 FIELDS = ["magic", "N", "K", "bits", "group_blocks", "wide", "kind", "base"]
 FIELDS += ["stride", "scales_at", "second_at"]
