@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fasteagle.quant import interleaved, kernels
+from fasteagle.quant import interleaved, kernels, packed
 from helpers import rest_slow
 from kernel_cases import FORMATS, SHAPES, random_rows, random_weight, relative_error, tolerance
 from ptx.operators import half_range
@@ -39,11 +39,14 @@ def test_results(name, M=7):
     assert relative_error(y, x, weight) < tolerance(name, "fp32")
 
 
-@slow
-@pytest.mark.parametrize(("name", "accumulate"), ONE_SUM)
-def test_rows_do_not_depend_on_their_number(name, accumulate):
+# Of the most rows that the kernels take, and of one block.
+NUMBERS = [("g32", "fp16", kernels.MAX_ROWS), *((*kind, 16) for kind in ONE_SUM)]
+
+
+@pytest.mark.parametrize(("name", "accumulate", "most"), rest_slow(NUMBERS))
+def test_rows_do_not_depend_on_their_number(name, accumulate, most):
     weight = random_weight(name, *SHAPES[name])
-    x, laid_out = random_rows(16, weight.shape[1]), interleaved.pack(weight)
+    x, laid_out = random_rows(most, weight.shape[1]), interleaved.pack(weight)
     full = kernels.linear(x, laid_out, accumulate=accumulate)
     assert relative_error(full, x, weight) < tolerance(name, accumulate)
     for M in (1, 7):
@@ -58,11 +61,15 @@ def test_many_rows_through_a_dequantized_copy(name):
     assert relative_error(y, x, weight) < 2e-4  # its weights are rounded to fp16
 
 
-def test_a_massive_activation_stays_within_fp16():
-    """LLaMA's down projection sees single inputs beyond 1,000; a sum in fp16 must survive them."""
-    weight = random_weight("g128", 128, 128)
-    x = random_rows(1, 128)
-    x[:, 3:7] = 2500.0
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_largest_sums_stay_within_fp16(bits):
+    """Of 128 products: up to 65,504, the largest number of fp16."""
+    ones = torch.ones(128, 1)
+    if bits == 4:
+        weight = packed.int4(torch.zeros(128, 128), ones.half(), zeros=16 * ones)
+    else:
+        weight = packed.int8(torch.full((128, 128), -127), ones)
+    x = torch.full((1, 128), 511.75).half()
     y = kernels.linear(x, interleaved.pack(weight), accumulate="fp16")
     assert relative_error(y, x, weight) < tolerance("g128", "fp16")
 
