@@ -43,11 +43,11 @@ class One(NamedTuple):
 
 
 def one(T: int, seq_len: int, spread: int, *, G: int, group: int, E: int, int8: bool, dtype) -> One:
-    """A random tree over random keys; slots past the text hold NaN, in 8 bits nonsense."""
+    """A random tree over random keys; slots past the text hold NaN, in 8 bits as their scales."""
     generator = torch.Generator().manual_seed(100 * seq_len + T)
     rows = torch.randn(4, G, 256, E, generator=generator).to(dtype)
     rows = quantized_rows(rows) if int8 else rows
-    rows[:, :, seq_len:] = -128 if int8 else float("nan")
+    rows[:, :, seq_len:] = -1 if int8 else float("nan")
     parents = random_parents(T, seq_len, spread)
     _, depths, paths = relations(parents, torch.ones(T).bool())
     tokens = torch.randint(0, 1000, (T,), generator=generator)

@@ -30,8 +30,8 @@ class Problem(NamedTuple):
 
     @property
     def unused(self) -> float:
-        """Value of all slots that no row may see; as bytes it makes scales of 8-bit rows tiny."""
-        return NAN if self.k.is_floating_point() else -128
+        """Value of all slots that no row may see; as bytes it makes scales of 8-bit rows NaN."""
+        return NAN if self.k.is_floating_point() else -1
 
     def in_8_bits(self) -> Problem:
         k, v = (quantized_rows(torch.nan_to_num(rows)) for rows in (self.k, self.v))
