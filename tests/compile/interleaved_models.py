@@ -27,7 +27,7 @@ CONFIGS = {
     "window": SHAPE | dict(sliding_window=7),
     "qwen2": SHAPE | dict(qkv_bias=True),
     "qwen3": SHAPE | dict(qk_norm=True),
-    "wide heads": SHAPE | dict(head_dim=80, n_head=4),
+    "wide heads": SHAPE | dict(head_dim=80, qk_norm=True),
     "experts": SHAPE | dict(moe=MoEConfig(5, 2, 64, renormalize=True), dense_blocks=(0,)),
     "shared expert": SHAPE
     | dict(qk_norm=True, moe=MoEConfig(6, 3, 64, shared_ffn_dim=128, shared_gate=True)),

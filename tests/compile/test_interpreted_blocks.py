@@ -136,6 +136,22 @@ def test_the_proof_bears_the_roundings_of_bf16(quant, products_by_torch, tmp_pat
     assert (own - exact).norm() < (core - exact).norm()
 
 
+@pytest.mark.parametrize("is_row", [False, True])
+@pytest.mark.parametrize("limit", [0.0, 0.5])
+def test_norms_of_rows_that_do_not_fill_a_program(is_row, limit):
+    """Partial sums are added to rows of their own, or to one for all: the bias of `fc`."""
+    M, D = 3, 200
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(D if is_row else (M, D), generator=generator)
+    x = x.bfloat16() if is_row else x
+    parts, scale = torch.randn(2, M, D + 8, generator=generator), torch.rand(D, generator=generator)
+    total, out = block_kernels.add_norm(x, parts, scale, 0.5, torch.float32, limit)
+    torch.testing.assert_close(total, x + parts[0, :, :D] + parts[1, :, :D])
+    expected = torch.nn.functional.rms_norm(total, (D,), scale, 0.5)
+    expected = expected.clamp(-limit, limit) if limit else expected
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("F", rest_slow([64, 1536 - 64], 1))
 def test_gate_of_a_prompt(F):
     """Rows that fp16 holds have a scale of 1, larger ones a power of two; NaN and inf stay."""
@@ -220,7 +236,7 @@ def test_split_products_and_a_separate_gate(monkeypatch, split):
     monkeypatch.setattr(
         gate_kernels, "gate", lambda parts, *rest: gates.append(len(parts)) or gate(parts, *rest)
     )
-    model, dense = packed_target("mha", dim=512, ffn_dim=1024)
+    model, dense = packed_target("mha", dim=512, ffn_dim=1024 - 64)
     expected, _ = passed(Target(dense), 3, torch.float32)
     target = fused_target(model)
     result, _ = passed(target, 3)

@@ -142,6 +142,19 @@ def routed(scores: Tensor, n_expert: int, k: int, renormalizes=False, shares=Fal
     return ids.view(k, M).T, weights.view(k, M).T, routings
 
 
+def test_scores_where_neither_columns_nor_experts_fill_a_program():
+    """Of norms that are not rounded; the residual stream and what the experts read, too."""
+    M, D, R = 3, 200, 5
+    generator = torch.Generator().manual_seed(5)
+    x, router = (torch.randn(n, D, generator=generator) for n in (M, R))
+    parts, scale = torch.randn(2, M, D + 8, generator=generator), torch.rand(D, generator=generator)
+    total, out, scores = expert_kernels.norm_scores(x, parts, scale, router, 0.5)
+    torch.testing.assert_close(total, x + parts[0, :, :D] + parts[1, :, :D])
+    expected = torch.nn.functional.rms_norm(total, (D,), scale, 0.5)
+    torch.testing.assert_close(scores, expected @ router.T, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out, expected.half(), rtol=1e-3, atol=1e-4)
+
+
 ROUTES = [
     (1, 128, 8, False, False),
     (5, 7, 2, True, False),
