@@ -10,11 +10,13 @@ from fasteagle.compile import cuda_ops
 from fasteagle.compile.kernels import draft_kernels
 from fasteagle.compile.precompile import collecting, run_trees
 from fasteagle.drafting.base import DraftOps, top_children
-from fasteagle.sampling import SamplingMode
+from fasteagle.options import SamplingParams
+from fasteagle.sampling import SamplingMode, draw
 from fasteagle.shapes import FusedShape
 from fasteagle.tree import chain, relations, rerank
 from helpers import (
     captured_engine,
+    drawing,
     fused_drafter,
     random_head,
     random_target,
@@ -44,6 +46,16 @@ def test_merged_candidates_are_those_of_torch(kernels_on_cpu, k, n_levels, R):
 def test_drawn_tokens_are_those_of_torch(kernels_on_cpu, V):
     check_draw(V, "cpu")
     assert kernels_on_cpu.launches["draw_kernel"] == 8
+
+
+def test_noise_of_a_hash_that_rounds_to_one():
+    """It is finite: a grammar may leave this token alone."""
+    logits, position = torch.full((1, 2000), float("-inf")), torch.tensor([7176])
+    logits[0, 1914] = 0.0
+    params = SamplingParams(1.0, seed=0)
+    for by in (draw, cuda_ops.draw):
+        token = by(logits, position, *drawing(params, 2000))
+        assert token.tolist() == [1914]
 
 
 def test_kernels_that_run_read_nothing_that_others_should_have_written(kernels_on_cpu):
