@@ -331,7 +331,7 @@ def interleaved_kernel(
         values, scale = gated_halves(acc, EXPONENT)
         n = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
         at = out_ptr + row * out_columns + n[None, :]
-        tl.store(at, values, mask=(row < M) & (n < out_columns)[None, :])
+        tl.store(at, values, mask=row < M)
         first_row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
         tl.store(out_scales_ptr + tl.program_id(1) * M + first_row, scale, mask=first_row < M)
     else:

@@ -119,6 +119,6 @@ def half_range(values, EXPONENT: tl.constexpr):
 def range_scales(largest, EXPONENT: tl.constexpr):
     """Return the scales of `half_range` and their reciprocals, by the largest absolute values."""
     excess = ((largest.to(tl.int32, bitcast=True) >> 23) & 255) - 127 - EXPONENT
-    excess = tl.minimum(tl.maximum(excess, 0), 112)
+    excess = tl.maximum(excess, 0)
     scale = ((excess + 127) << 23).to(tl.float32, bitcast=True)
     return scale, ((127 - excess) << 23).to(tl.float32, bitcast=True)

@@ -281,8 +281,7 @@ def rope_kernel(
     first = first.to(q_ptr.dtype.element_ty)
     second = second.to(q_ptr.dtype.element_ty)
     if head < n_head:
-        group = n_head // G
-        q_at = q_ptr + ((head // group * group + head % group) * M + row) * E + e
+        q_at = q_ptr + (head * M + row) * E + e
         tl.store(q_at, first, mask=real)
         tl.store(q_at + E // 2, second, mask=real)
     else:

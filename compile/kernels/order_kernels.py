@@ -119,8 +119,8 @@ def rerank_kernel(
         better = (others > scores[:, None]) | (
             (others == scores[:, None]) & (j[None, :] < i[:, None])
         )
-        n_better += tl.sum((better & (j < P)[None, :]).to(tl.int32), 1)
-    selected = (n_better < T - 1) & (i < P)
+        n_better += tl.sum(better.to(tl.int32), 1)
+    selected = n_better < T - 1  # all candidates beat what is past them
     row = tl.cumsum(selected.to(tl.int32), 0)  # tree row of each selected candidate; 0 is the root
     tl.store(rows_ptr + i, row, mask=i < P)
     tl.debug_barrier()  # other threads of this program wrote some of the rows
