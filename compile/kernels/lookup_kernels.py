@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fasteagle.drafting.lookup import CLASSES, LONGEST_MATCH, MEMORY, NOTHING, OUTSIDE, RAREST
+from fasteagle.drafting.lookup import CLASSES, LONGEST_MATCH, MEMORY, NOTHING, RAREST
 from fasteagle.shapes import MAX_REACH
 from fasteagle.tree import HEAD, LOOKUP
 
@@ -38,15 +38,7 @@ def look_up(
     N, C = len(text), triton.cdiv(len(text), CHUNK)
     best = torch.empty(C, dtype=torch.int64, device=text.device)
     match_kernel[(C,)](
-        text,
-        last,
-        best,
-        N,
-        LONGEST=LONGEST_MATCH,
-        NOTHING=NOTHING,
-        OUTSIDE=OUTSIDE,
-        CHUNK=CHUNK,
-        **OPTIONS,
+        text, last, best, N, LONGEST=LONGEST_MATCH, NOTHING=NOTHING, CHUNK=CHUNK, **OPTIONS
     )
     look_up_kernel[(1,)](
         text,
@@ -143,7 +135,6 @@ def match_kernel(
     N,
     LONGEST: tl.constexpr,
     NOTHING: tl.constexpr,
-    OUTSIDE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """Find the latest of the longest matches that end in a chunk: size * N + end, 0 for none."""
@@ -156,7 +147,6 @@ def match_kernel(
         sizes = tl.zeros((CHUNK,), tl.int64)
         for back in tl.static_range(LONGEST):
             own = tl.load(text_ptr + tl.maximum(last - back, 0))
-            own = tl.where(last >= back, own, OUTSIDE)
             inside = (at >= back) & (at < last)
             there = tl.load(text_ptr + at - back, mask=inside, other=NOTHING)
             alive = alive & (there == own)

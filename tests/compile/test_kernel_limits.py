@@ -75,7 +75,7 @@ def look_up():
 
 def match():
     types = dict.fromkeys(("text_ptr", "last_ptr", "best_ptr"), I64)
-    constants = dict(LONGEST=8, NOTHING=-1, OUTSIDE=-2, CHUNK=lookup_kernels.CHUNK)
+    constants = dict(LONGEST=8, NOTHING=-1, CHUNK=lookup_kernels.CHUNK)
     return lookup_kernels.match_kernel, types, constants, lookup_kernels.OPTIONS
 
 
