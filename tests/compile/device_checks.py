@@ -132,7 +132,8 @@ def check_order(P: int, N: int, device: str) -> None:
 
 def check_draw(V: int, device: str) -> None:
     """Slow twin is `sampling.draw`, also of rows without a finite maximum."""
-    logits = 3 * torch.randn(7, V, generator=torch.Generator().manual_seed(V))
+    wider = 3 * torch.randn(7, V + 3, generator=torch.Generator().manual_seed(V))
+    logits = wider[:, :V]
     logits[0], logits[1, V // 2 :] = 0.0, float("-inf")
     logits[2, 7], logits[3, V - 1] = float("inf"), float("nan")
     logits[4] = float("-inf")
@@ -144,7 +145,7 @@ def check_draw(V: int, device: str) -> None:
             kind, positions = SamplingMode.of(params, V), torch.tensor([3, 900_000, 2])
             results = []
             for place, by in (("cpu", draw), (device, cuda_ops.draw)):
-                own = logits.to(place, dtype), positions.to(place), kind
+                own = wider.to(place, dtype)[:, :V], positions.to(place), kind
                 tensors = SamplingTensors.of(params, place)
                 results.append(by(*own, tensors, None, depths.to(place)))
             assert torch.equal(results[0], results[1].cpu()), (dtype, params)
@@ -152,13 +153,18 @@ def check_draw(V: int, device: str) -> None:
 
 
 def check_lookup(N: int, n_tokens: int, device: str) -> None:
-    """Slow twin is `Lookup.propose`: with loops, without a match, at either end of the buffer."""
+    """Slow twin is `Lookup.propose`: with loops, without a match, at either end of the buffer.
+
+    Once all of a proposal has come, once it is of another text; 128 long matches have been wrong.
+    """
     generator = torch.Generator().manual_seed(N)
     text = torch.randint(0, n_tokens, (N,), generator=generator)
     text[10:60], text[60:90] = text[10], text[N - 40 : N - 10]
     there = text.to(device)
     own, other = Lookup(), Lookup(device=device)
-    ends = [0, 1, 2, 3, 7, 12, 20, 29, 29, 33, 58, 64, 70, 89, N // 2, N - 12, N - 1, 15, N - 9]
+    for lookup in (own, other):
+        lookup.table[0, -1], lookup.table[1, -1] = 128.0, 0.0
+    ends = [0, 1, 2, 3, 7, 12, 21, 29, 29, 33, 58, 64, 70, 89, N // 2, N - 12, N - 1, 15, 27, N - 9]
     sizes = set()
     for i, last in enumerate(ends):
         reach = (8, 1, 63)[i // 7]
@@ -169,6 +175,8 @@ def check_lookup(N: int, n_tokens: int, device: str) -> None:
         assert torch.equal(other.last.cpu(), own.last)
         torch.testing.assert_close(other.table.cpu(), own.table, rtol=1e-6, atol=0)
         sizes.add(int(own.last[2]))
+        if i == 4:
+            text[last], there[last] = n_tokens, n_tokens
     assert sizes >= {0, 8}
 
 
