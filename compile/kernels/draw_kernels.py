@@ -20,6 +20,7 @@ from fasteagle.sampling import BAD_ROW
 
 CHUNK = 2048  # logits per program
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
+ONE_WARP = OPTIONS | {"num_warps": 1}
 
 
 def draw(
@@ -50,7 +51,7 @@ def draw(
         **OPTIONS,
     )
     last_kernel[(T,)](
-        best, ids, tokens, C, C_PAD=triton.next_power_of_2(C), BAD_ROW=BAD_ROW, num_warps=1
+        best, ids, tokens, C, C_PAD=triton.next_power_of_2(C), BAD_ROW=BAD_ROW, **ONE_WARP
     )
     return tokens
 

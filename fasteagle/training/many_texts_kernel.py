@@ -54,6 +54,7 @@ def attend_prefixes(q: Tensor, k_cache: Tensor, v_cache: Tensor, last: Tensor) -
     q, out, group = q.contiguous(), torch.empty_like(q), q.shape[1] // B
     rows = max(ROWS, triton.next_power_of_2(group))
     prefixes_kernel[(B, G)](
-        q, k_cache, v_cache, last, out, 1 / math.sqrt(E), B, G, S, group, rows, E, KEYS
+        q, k_cache, v_cache, last, out, 1 / math.sqrt(E), B, G, S, group, rows, E, KEYS,
+        enable_fp_fusion=False,
     )  # fmt: skip
     return out
