@@ -64,14 +64,14 @@ class CapturedRunner(Runner):
         self._split: dict[Any, SplitCycle | None] = {}
         self._short: ShortPasses | None = None
         self._drafted: SplitCycle | None = None  # has drafted for the cycle that is under way
-        self._alone = True  # whether the last launch took the time of its own pass alone
         self._failures: Counter[Any] = Counter()  # consecutive ones, by drafter and spec
         self._kinds: list[Any] = []
         self._n_compiled = 0  # compiled variants when graphs were captured
         self._compiled_ahead: set[Any] = set()  # trees, rows and modes whose kernels are compiled
         # One place is filled while the other is read.
         self._free = deque(graphs.place(state.result) for _ in range(self.ahead + 1))
-        self._launched: deque[PinnedPlace] = deque()
+        # Each with whether its launch took the time of its own replay alone.
+        self._launched: deque[tuple[PinnedPlace, bool]] = deque()
 
     def adopt(self, drafter: Drafter) -> None:
         super().adopt(drafter)
@@ -364,22 +364,23 @@ class CapturedRunner(Runner):
             return None
 
     def _begin_to_read(self, alone: bool) -> None:
-        self._alone = alone  # a shared one is read before the next one is launched
         place = self._free.popleft()
         place.fill(self.state.result)
-        self._launched.append(place)
+        self._launched.append((place, alone))
 
     def read(self) -> Done:
         if self._failure is not None:
             return super().read()
-        place = self._launched.popleft()
+        # Launches after it come before it is read.
+        alone = all(is_alone for _, is_alone in self._launched)
+        place, _ = self._launched.popleft()
         self._free.append(place)
         *tokens, by_lookup, drafted = place.read()
-        return Done(tokens, by_lookup, drafted, None, None, alone=self._alone)
+        return Done(tokens, by_lookup, drafted, None, None, alone=alone)
 
     def drop(self, specs: Sequence[CycleSpec] = ()) -> bool:
         has_drafted = super().drop(specs)
-        self._free.extend(self._launched)
+        self._free.extend(place for place, _ in self._launched)
         self._launched.clear()
         self._graphs.synchronize()
         return has_drafted

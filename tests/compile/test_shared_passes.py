@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from types import SimpleNamespace
 from unittest import mock
 
@@ -198,6 +199,33 @@ def test_the_next_pass_is_under_way_while_one_is_read(engine):
     assert free == [2] * 10 + [1], "none that it cannot need"
     assert drawn == [2] * 14 + [1]
     assert set(processed) == {1}
+
+
+def test_the_time_of_a_shared_pass_is_none_of_a_cycle_alone(engine):
+    """Nor where the cycle after it, alone again, is launched before it is read."""
+    shared: dict[CapturedRunner, list[bool]] = {}
+    alone: dict[CapturedRunner, list[bool]] = {}
+    run, finish, read = (getattr(CapturedRunner, name) for name in ("run", "finish", "read"))
+
+    def noted(is_shared, work):
+        def noting(runner, *rest):
+            shared.setdefault(runner, []).append(is_shared)
+            work(runner, *rest)
+
+        return noting
+
+    def reading(runner):
+        done = read(runner)
+        alone.setdefault(runner, []).append(done.alone)
+        return done
+
+    together(engine, (1, 0))  # which captures
+    made = {"run": noted(False, run), "finish": noted(True, finish), "read": reading}
+    with mock.patch.multiple(CapturedRunner, **made):
+        together(engine, (1, 0))
+    for runner, flags in alone.items():
+        assert not any(map(operator.and_, flags, shared[runner]))
+    assert any(alone[engine.runner]) and any(shared[engine.runner]), "the longer text ends alone"
 
 
 def test_parts_that_cannot_be_captured_run_without_a_graph(engine):
