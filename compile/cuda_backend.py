@@ -1,8 +1,8 @@
 """Backend of a CUDA device: fused blocks, tree attention and small kernels, replayed as graphs.
 
 The kernels' weights are built from the modules of a loaded model and of its draft heads. The core
-runs dense blocks and blocks of odd sizes, with our attention; without Triton, or in a dtype without
-kernels, the core's operations are replayed.
+runs dense blocks and blocks of odd sizes, with our attention; in a dtype without kernels, the
+core's operations are replayed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fasteagle.compile.cuda_graphs import CudaGraphs
 from fasteagle.compile.cuda_pass import CudaPass
 from fasteagle.compile.fixed_norm import expect_normed_inputs, keep_sums_finite
 from fasteagle.compile.graphs import CapturedRunner
-from fasteagle.compile.tree_attention import OPS, has_kernel, has_triton
+from fasteagle.compile.tree_attention import OPS, has_kernel
 from fasteagle.config import ModelConfig
 from fasteagle.decoding import cycle
 from fasteagle.decoding.backend import Advice, Backend
@@ -70,7 +70,6 @@ class CudaBackend(Backend):
         self._int8 = int8
         self._has_experts = model.config.moe is not None
         self._may_replay = replays and weight.is_cuda
-        self._has_triton = has_triton()
         self._attends = self._has_kernel(model.config, weight)
         obstacles = (obstacle(block) for block in model.blocks)
         self._obstacle = next((reason for reason in obstacles if reason is not None), None)
@@ -98,8 +97,7 @@ class CudaBackend(Backend):
 
     @property
     def parts(self) -> frozenset[str]:  # type: ignore[override]
-        names = ["commits"] if self._has_triton else []
-        return frozenset(names + ["products", "passes", "drafting"] * self._attends)
+        return frozenset(["commits"] + ["products", "passes", "drafting"] * self._attends)
 
     @property
     def core(self) -> Target:
@@ -116,7 +114,7 @@ class CudaBackend(Backend):
 
     @property
     def merges_lookup(self) -> bool:  # type: ignore[override]
-        return self._has_triton and "commits" not in self.left
+        return "commits" not in self.left
 
     @property
     def pieces(self) -> Pieces:
@@ -247,9 +245,7 @@ class CudaBackend(Backend):
         return functools.partial(head.forward, block=under_mask(block, beyond=MAX_ROWS))
 
     def describe(self) -> str:
-        if not self._has_triton:
-            what = "the core's operations: Triton is not installed"
-        elif not self._attends:
+        if not self._attends:
             what = "blocks by torch: no kernel for this dtype or head dim"
         elif self._fuses:
             what = "fused blocks and tree attention by Triton kernels"

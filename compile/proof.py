@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fasteagle.compile.tree_attention import has_triton
 from fasteagle.decoding.backend import Backend
 from fasteagle.decoding.cycle import EAGER
 from fasteagle.device import cpu_field, device_name
@@ -350,12 +349,10 @@ def _conditions(backend: Backend) -> dict[str, Any]:
     }
 
 
-def _kernels(device: torch.device) -> str | None:
+def _kernels(device: torch.device) -> str:
     """Return by what kernels are compiled: Triton's version; on a CPU the name of the library."""
     if device.type == "cpu":
         return cpu_build.loaded()
-    if not has_triton():
-        return None
     import triton  # which only CUDA needs
 
     version: str = triton.__version__

@@ -11,7 +11,6 @@ S cache slots.
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import torch
@@ -82,17 +81,12 @@ def fused_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, mask: Tensor) -
     return y[0]
 
 
-def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
 def has_kernel(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether a model of this shape, dtype and device runs the kernels."""
     return (
         device.type == "cuda"
         and dtype in (torch.float16, torch.bfloat16)
         and config.head_dim in HEAD_DIMS
-        and has_triton()
     )
 
 

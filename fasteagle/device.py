@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import importlib.util
 import platform
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -69,6 +70,8 @@ def cuda_problem(device: torch.device) -> str | None:
     if capability < OLDEST_CAPABILITY:
         own, oldest = ("{}{}".format(*pair) for pair in (capability, OLDEST_CAPABILITY))
         return f"{name} is sm_{own}, the kernels need sm_{oldest} (Ampere) or newer"
+    if importlib.util.find_spec("triton") is None:
+        return "its kernels need Triton, which is not installed (pip install triton)"
     return None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import torch
 
@@ -69,6 +71,15 @@ def test_a_card_that_is_too_old(cards, capsys):
     assert refusal("cuda") == f"device 'cuda': {reason}: use --device cpu"
     assert pick_device("auto") == pick_device("auto") == CPU
     assert capsys.readouterr().err == f"warning: the CPU is used: {reason}\n", "said once"
+
+
+def test_a_card_without_triton(cards, monkeypatch):
+    cards(1)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert refusal("cuda") == (
+        "device 'cuda': its kernels need Triton, which is not installed (pip install triton): use "
+        "--device cpu"
+    )
 
 
 def test_a_driver_older_than_the_runtime(cards, capsys):

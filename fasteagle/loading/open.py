@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -226,11 +225,6 @@ class PreparedModel:
         checkpoint, options, device = self.checkpoint, self.options, self.device
         config, scheme = checkpoint.config, checkpoint.scheme
         max_seq_len = options.seq_len_for(config.max_seq_len, self.name)
-        if device.type == "cuda" and scheme and importlib.util.find_spec("triton") is None:
-            raise FasteagleError(
-                "quantized weights run on CUDA by Triton kernels, and Triton is not installed: "
-                "pip install triton, or use --precision bf16"
-            )
 
         def fitting(n_bytes: int, head: HeadConfig | None = head) -> str:
             return smaller_fit(config, n_bytes, scheme, options.kv, max_seq_len, head)

@@ -309,15 +309,6 @@ def test_out_of_memory_in_an_answer_leaves_the_engine_usable(tiny_dir, monkeypat
     assert generated(engine, 8, [5, 6, 7]) == expected
 
 
-def test_quantized_weights_on_cuda_need_triton(monkeypatch):
-    find_spec = importlib.util.find_spec
-    absent = lambda name, *rest: None if name == "triton" else find_spec(name, *rest)  # noqa: E731
-    monkeypatch.setattr(importlib.util, "find_spec", absent)
-    dummy = DummyCheckpoint(LLAMA, int4_for(LLAMA))
-    with pytest.raises(FasteagleError, match="Triton is not installed: pip install triton, or"):
-        on_card(OpenedModel("llama2-7b", dummy, dummy_tokenizer(32000))).engine()
-
-
 def test_out_of_memory_anywhere_else_is_one_line(monkeypatch):
     monkeypatch.setattr("fasteagle.cli.models.print_memory", raising(SHORT))
     result = invoke("models", "--memory")
