@@ -7,6 +7,7 @@ of several sequences.
 
 from __future__ import annotations
 
+import functools
 import statistics
 import threading
 from collections import Counter, deque
@@ -18,7 +19,7 @@ import torch
 from fasteagle.compile.cuda_graphs import CudaGraphs, PinnedPlace
 from fasteagle.compile.precompile import compile_ahead, compile_launches
 from fasteagle.compile.short_prompts import ROWS, Encoded, ShortPasses
-from fasteagle.compile.split_cycles import SplitCycle, capture_split
+from fasteagle.compile.split_cycles import SplitCycle, capture_split, lasting
 from fasteagle.decoding.backend import Backend
 from fasteagle.decoding.cycle import Pieces, decode_cycle
 from fasteagle.decoding.launch import Done, Launch, drop_others, head_config, variant_of
@@ -42,8 +43,8 @@ MOST_KINDS = 2  # sampling modes whose graphs are stored; the oldest is dropped
 TIMED_REPLAYS = 5
 
 
-# Replays a cycle. One that was captured for a processor of logits has two graphs: the processor,
-# which reads the tree on the host, runs between them.
+# Replays a cycle. One that was captured for a processor of logits has three graphs: the processor,
+# which reads the tree on the host, runs before the last one.
 Replay = Callable[[LogitsProcessor | None], None]
 
 
@@ -223,35 +224,20 @@ class CapturedRunner(Runner):
     def _capture_halves(
         self, spec: CycleSpec, drafter: Drafter | None, restore: Callable[[], None]
     ) -> Replay:
-        """Capture a cycle before its processor and after it.
-
-        The second graph reads tensors of the first: they are kept, or a later capture would get
-        their memory.
-        """
-        state, pieces = self.state, self.pieces(spec, drafter)
-        kept: tuple[Proposal, Output]
-
-        def verify() -> None:
-            nonlocal kept
-            proposal = pieces.draft(state, drafter, spec)
-            kept = proposal, pieces.verify(state, self.backend.target, proposal)
-
-        begin = self._capture(verify, restore, (drafter, spec))
-        begin()  # values for the first runs of the second half
-        logits = kept[1].logits.float().clone()
-
-        def finish() -> None:
-            proposal, output = kept
-            pieces.finish(state, spec, proposal, output._replace(logits=logits))
-
-        end = self._capture(finish, restore, (drafter, spec))
+        """Capture a cycle before its processor and after it."""
+        target, pieces = self.backend.target, self.pieces(spec, drafter)
+        own = functools.partial(self._capture, restore=restore, variant=(drafter, spec))
+        split = capture_split(self.state, target, drafter, spec, pieces, own)
+        proposal = split.draft()
+        step, output = lasting(lambda: pieces.verify(self.state, target, proposal))
+        verify = own(step)
 
         def replay(processor: LogitsProcessor | None) -> None:
             assert processor is not None, "the key says so"
-            begin()
-            proposal, output = kept
-            logits.copy_(processor(output.logits, proposal.tree))
-            end()
+            split.draft()
+            verify()
+            split.read(output._replace(logits=processor(output.logits, proposal.tree)))
+            split.end()
 
         return replay
 
@@ -346,9 +332,7 @@ class CapturedRunner(Runner):
             pieces = pieces._replace(draft=self._draft(spec, drafter, own_pool))
 
             def capture(restore: Callable[[], None]) -> SplitCycle:
-                def own(step: Callable[[], None]) -> Callable[[], None]:
-                    return self._capture(step, restore, (drafter, spec))
-
+                own = functools.partial(self._capture, restore=restore, variant=(drafter, spec))
                 return capture_split(state, target, drafter, spec, pieces, own, own_pool)
 
             self._split[key] = self._attempt(spec, drafter, capture)

@@ -349,7 +349,7 @@ def _conditions(backend: Backend) -> dict[str, Any]:
     }
 
 
-def _kernels(device: torch.device) -> str:
+def _kernels(device: torch.device) -> str | None:
     """Return by what kernels are compiled: Triton's version; on a CPU the name of the library."""
     if device.type == "cpu":
         return cpu_build.loaded()

@@ -1,4 +1,4 @@
-"""Captured parts of a cycle before and after a pass that several sequences share.
+"""Captured parts of a cycle, before a pass that several sequences share and after its logits.
 
 Shapes: T tree rows, V vocabulary, D model dim, R auxiliary layers.
 """

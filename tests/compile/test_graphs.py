@@ -111,8 +111,8 @@ def test_a_cycle_is_tried_once_more_with_other_code_and_then_no_more(cuda, engin
     assert runner.captured == 1, "another cycle is not concerned"
 
 
-def test_a_processor_runs_between_two_graphs():
-    """Replayed steps run in two halves, and only by their own key."""
+def test_a_processor_runs_before_the_last_graph():
+    """Replayed steps run in parts, and only by their own key."""
     engine = captured_engine(random_target(tiny_config()), 64)
 
     def answer(processor, seed=0):
@@ -128,13 +128,13 @@ def test_a_processor_runs_between_two_graphs():
         before = runner.replays
         even = answer(Even(), seed)
         assert not any(token % 2 for token in even) and runner.replays == before + 7
-        assert runner.graphs.captured == graphs + 2 and runner.captured == 2
+        assert runner.graphs.captured == graphs + 3 and runner.captured == 2
         with mock.patch.object(runner, "_replay_of", lambda *_: None):
             assert answer(Even(), seed) == even, "without a graph"
     assert answer(None) == free
 
 
-def test_a_second_half_that_cannot_be_captured_leaves_the_state(cuda, engine):
+def test_a_part_that_cannot_be_captured_leaves_the_state(cuda, engine):
     spec = engine.spec(None, SamplingMode())
     engine.prepare(SamplingParams())
     before = [tensor.clone() for tensor in engine.state.advanced]
