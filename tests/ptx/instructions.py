@@ -6,6 +6,7 @@ its name, before anything runs.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable
 
@@ -20,7 +21,7 @@ from ptx.values import decode, encode, is_float, joined, pieces, unsigned
 Step = Callable[[Machine], object]
 Read = Callable[[Machine], np.ndarray]
 Write = Callable[[Machine, np.ndarray], None]
-NOTHING = ("fence", "membar", "createpolicy", "prefetch")
+NOTHING = ("fence", "createpolicy")
 # Where lane l of a warp holds the elements of its registers, row-major (PTX ISA, m16n8k16): A and B
 # in four and two registers of two halves, C and D in four numbers, or in two registers of halves.
 _ROW, _PAIR = np.arange(WARP)[:, None] // 4, np.arange(WARP)[:, None] % 4 * 2 + (0, 1)
@@ -60,8 +61,6 @@ class _Compiler:
     # Operands
 
     def read(self, operand: str, type: str) -> Read:
-        if operand.startswith("!"):
-            return lambda m: ~m.registers[operand[1:]]
         bits = unsigned(type)
         if operand.startswith("%") and "." in operand:
             return lambda m: decode(m.special[operand].astype(bits), type)
@@ -122,11 +121,11 @@ class _Compiler:
             function, result = self._product()
             types[2] = result
         elif line.opcode == "setp":
-            function, types[2], result = self._comparison(), "pred", "pred"
+            function, result = functools.partial(values.compare, line.modifiers[0]), "pred"
         elif line.opcode == "selp":
             function, types[2] = lambda x, y, which: np.where(which, x, y), "pred"
         else:
-            name = ".".join([line.opcode, *({"NaN", "relu"} & set(line.modifiers))])
+            name = line.opcode + ".relu" * ("relu" in line.modifiers)
             function = (values.REALS if is_float(t) else values.INTEGERS).get(name)
             types[1:3] = ["u32"] * 2 if name in ("shl", "shr", "bfe") else types[1:3]
         if function is None or ("rz" in line.modifiers and t != "f32"):
@@ -153,12 +152,6 @@ class _Compiler:
         if kind == "wide":
             return lambda x, y, z=0: x.astype(dtype) * y + z, wide
         return lambda x, y, z=0: (x.astype(dtype) * y >> bits).astype(x.dtype) + z, self.type
-
-    def _comparison(self) -> Callable:
-        relation, join = self.line.modifiers[0], values.INTEGERS.get(self.line.modifiers[1])
-        if join is None:
-            return lambda x, y: values.compare(relation, x, y)
-        return lambda x, y, z: join(values.compare(relation, x, y), z)
 
     def _mov(self) -> Step:
         to, source = self.line.operands
@@ -192,7 +185,7 @@ class _Compiler:
 
         def run(m: Machine) -> None:
             lane, n = m.threads % WARP, step(m).astype(np.int64)
-            near = {"bfly": lane ^ n, "up": lane - n, "down": lane + n, "idx": n + 0 * lane}[kind]
+            near = {"bfly": lane ^ n, "up": lane - n, "idx": n + 0 * lane}[kind]
             near = np.where((near < 0) | (near >= WARP), lane, near) + m.threads - lane
             write(m, np.take_along_axis(m.full(read(m)), m.full(near), 1))
 
