@@ -180,6 +180,8 @@ class Batch(Generic[Key, Item]):
         runners = [run.engine.runner for run in decoding.values()]
         waiting = [runner for runner in runners if runner.queued]
         passes = run_together(waiting) if waiting else 0
+        if waiting and not waiting[0].defers:  # they take turns from now on
+            self._regroup()
         items = [item for key in decoding for item in self._advance(key)]
         self._company.end_passes(passes, 1e3 * (time.perf_counter() - begin))
         if not prompts:

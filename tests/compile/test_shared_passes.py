@@ -267,6 +267,28 @@ def test_a_part_that_fails_leaves_the_state(engine):
     assert all(map(torch.equal, engine.state.advanced, before))
 
 
+def test_texts_that_do_not_share_passes_any_more_decide_by_themselves(engine, monkeypatch):
+    """As where a pass cannot be captured: until one of them ended they would all decode plainly."""
+    engine.use(EagleDrafter(random_head(engine.model), TreeShape(2, 2, 4), 128))
+    engine.drafter.tuning = mock.Mock()
+    several = Batch(engine, 2)
+    for i in range(2):
+        several.begin(i, PROMPTS[i], 64, lambda own, i=i: ask(own, i))
+    together = [own.drafter.company for own in several.engines]
+    assert None not in together and len(several.running) == 2
+
+    def last_one(backend, *rest):
+        monkeypatch.setattr(Sharing, "shares_passes", False)
+        return Backend.verify_together(backend, *rest)
+
+    monkeypatch.setattr(Sharing, "verify_together", last_one)
+    while engine.backend.shares_passes:
+        several.step()
+    assert len(several.running) == 2
+    assert [own.drafter.company for own in several.engines] == [None, None]
+    assert finished(several)
+
+
 def test_a_pass_that_fails_ends_the_answers_by_its_reason(engine):
     error = RuntimeError("no such kernel")
     several = Batch(engine, 3)
