@@ -68,7 +68,6 @@ class CapturedRunner(Runner):
         self._failures: Counter[Any] = Counter()  # consecutive ones, by drafter and spec
         self._kinds: list[Any] = []
         self._n_compiled = 0  # compiled variants when graphs were captured
-        self._compiled_ahead: set[Any] = set()  # trees, rows and modes whose kernels are compiled
         # One place is filled while the other is read.
         self._free = deque(graphs.place(state.result) for _ in range(self.ahead + 1))
         # Each with whether its launch took the time of its own replay alone.
@@ -138,11 +137,11 @@ class CapturedRunner(Runner):
             self._explain(error, None, (None, None))
 
     def compile_ahead(self, specs: Sequence[CycleSpec], drafter: Drafter | None) -> None:
-        wanted = {(spec.shape, spec.kind) for spec in specs}
-        if not wanted <= self._compiled_ahead:
+        wanted = {(head_config(drafter), spec.shape, spec.kind) for spec in specs}
+        if not wanted <= self.compiled.kernels:
             with COMPILING:  # it waits for the device
                 compile_ahead(self.backend, drafter, specs, self.state)
-            self._compiled_ahead |= wanted
+            self.compiled.kernels |= wanted
 
     def compile_shared(self, specs: Sequence[CycleSpec], drafter: Drafter | None) -> None:
         backend, device = self.backend, self.state.root.device

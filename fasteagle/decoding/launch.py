@@ -44,6 +44,7 @@ class Compiled(dict[tuple[Drafter | None, CycleSpec], Pieces]):
 
     def __init__(self) -> None:
         super().__init__()
+        self.kernels: set[Any] = set()  # heads, trees and modes whose kernels are compiled
         self._used: WeakKeyDictionary[object, Drafter] = WeakKeyDictionary()  # by runner
 
     def use(self, runner: object, drafter: Drafter) -> None:

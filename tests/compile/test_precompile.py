@@ -199,6 +199,10 @@ def test_a_runner_compiles_ahead_once_for_each_tree_and_mode(monkeypatch):
     assert numbers == [2, 2], "the second tree is the first"
     list(engine.generate(PROMPT, SamplingParams(0.8), 4))
     assert numbers == [2, 2, 2], "noise has a kernel of its own"
+    sibling = engine.sibling()
+    sibling.use(engine.drafter.sibling())
+    list(sibling.generate(PROMPT, SamplingParams(), 4))
+    assert numbers == [2, 2, 2], "kernels are compiled for all"
 
 
 def test_a_second_answer_compiles_what_both_share(monkeypatch):
