@@ -186,7 +186,7 @@ class Engine(Context):
         last_read = 0.0
         try:
             while True:
-                left = most - self.stats.new_tokens
+                left = min(most, self.max_seq_len) - self.stats.new_tokens
                 self.runner.end = self.runner.end._replace(most=left)
                 n = min(left, self.runner.ahead + self.runner.at_once if processor is None else 1)
                 while len(launched) < n and not self.runner.ready:

@@ -90,6 +90,8 @@ def test_no_cycle_is_run_after_the_end(target, name):
         assert flat(chunks_of(engine, n=n)) == text[:n]
         assert int(engine.state.seq_len) - len(engine.cached) <= REACH
         assert name != "plain" or int(engine.state.seq_len) == len(engine.cached)
+    engine.restart()
+    assert flat(chunks_of(engine, n=10**30))[:90] == text  # more than fits into 64 bits
     last = next(i for i in range(20, 90) if text[i] not in text[:i])
     engine.restart()
     assert flat(chunks_of(engine, eos=frozenset((text[last],)))) == text[: last + 1]
