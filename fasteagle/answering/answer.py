@@ -98,7 +98,7 @@ def answer(
     cycles = engine.generate(
         request.prompt,
         request.params,
-        min(request.answer.max_new_tokens, engine.max_seq_len),  # C++ takes 64 bits
+        request.answer.max_new_tokens,
         request.eos_ids,
         processor=logits if logits.is_needed else None,
         speculate=request.speculate,
