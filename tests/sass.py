@@ -1,4 +1,4 @@
-"""Kernels compiled for a consumer Ampere card (sm_86), and what their machine code says of them.
+"""Kernels compiled as their launchers launch them, and what their machine code says of them.
 
 Needs Triton and the tools that it ships with, and no GPU.
 """
@@ -8,16 +8,26 @@ from __future__ import annotations
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import CompiledKernel
 
-SM_86 = GPUTarget("cuda", 86, 32)
+from fasteagle.quant.interleaved import InterleavedWeight
+from ptx.card import Card
+
+floats = partial(torch.empty, device="meta")
+halves, brains = partial(floats, dtype=torch.float16), partial(floats, dtype=torch.bfloat16)
+ints, longs = partial(floats, dtype=torch.int32), partial(floats, dtype=torch.int64)
+flags = partial(floats, dtype=torch.bool)
+
+ADDED = re.compile(r"\badd(?:\.\w+)*\.f32")
+ATOMIC = re.compile(r"\b(atom|red)\.")
 TWO_PROGRAMS = 49 * 1024  # of the 100 KB of shared memory, one of which each program loses
 
 
@@ -36,27 +46,29 @@ class Usage(NamedTuple):
         )
 
 
-def compile_kernel(
-    function,
-    types: dict[str, str],
-    constants: dict[str, object],
-    options: dict[str, object],
-    aligned: Iterable[str] = (),
-    target: GPUTarget = SM_86,
-):
-    """As a launch would specialize it: aligned pointers, `aligned` numbers divisible by 16.
+class Compiler(Card):
+    """A card that keeps the kernels which it is to run, as Triton has compiled them for it."""
 
-    types: of the arguments that are not int32.
-    """
-    names = function.arg_names
-    signature = {name: "i32" for name in names} | types | dict.fromkeys(constants, "constexpr")
-    aligned = [*aligned, *(name for name, type in types.items() if type.startswith("*"))]
-    attributes = {
-        (names.index(name),): [["tt.divisibility", 16]] for name in aligned if name in names
-    }
-    values = {(names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(function, signature, values, attributes)
-    return triton.compile(source, target=target, options=dict(options))
+    def __init__(self, capability: int) -> None:
+        super().__init__(capability)
+        self.kernels: list[CompiledKernel] = []
+
+    def launch(self, kernel: CompiledKernel, *grid) -> None:
+        self.kernels.append(kernel)
+
+
+def compiled(launch: Callable[[], object], capability: int = 86) -> list[CompiledKernel]:
+    """The kernels that a function launches, over tensors like `floats`, which have no memory."""
+    card = Compiler(capability)
+    with pytest.MonkeyPatch.context() as patch:
+        card.install(patch)
+        launch()
+    return card.kernels
+
+
+def empty_weight(N: int, K: int, bits: int, group: int, offsets: bool) -> InterleavedWeight:
+    words = floats(K, N, dtype=torch.int16)
+    return InterleavedWeight(words, ints(K, N), N, K, bits, group, offsets)
 
 
 def disassemble(compiled, folder: Path) -> tuple[str, Usage]:

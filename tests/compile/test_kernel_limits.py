@@ -7,11 +7,13 @@ order that may change: bits of a row are its own on every card.
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import pytest
 import torch
 
 import sass
+from fasteagle.compile.int8_cache import SPARE
 from fasteagle.compile.kernels import (
     block_kernels,
     draft_kernels,
@@ -23,190 +25,117 @@ from fasteagle.compile.kernels import (
     sequence_kernels,
     tree_kernels,
 )
-from fasteagle.quant import kernels
-from fasteagle.quant.interleaved import InterleavedWeight
+from fasteagle.compile.kernels.tree_kernels import SharedPlane, Unrotated
+from fasteagle.compile.tree_attention import TreeView
+from sass import brains, flags, floats, halves, ints, longs
 
 pytestmark = pytest.mark.slow
-CARDS = {"sm_86": sass.SM_86, "sm_90": sass.GPUTarget("cuda", 90, 32)}
-F32, I32, I64 = "*fp32", "*i32", "*i64"
-POINTERS = {
-    **dict.fromkeys(("parts_ptr", "stats_ptr", "sums_ptr", "cos_ptr", "sin_ptr"), F32),
-    **dict.fromkeys(("x_ptr", "total_ptr", "scales_ptr", "logits_ptr", "logp_ptr"), F32),
-    **dict.fromkeys(("ids_ptr", "paths_ptr", "rows_ptr", "members_ptr", "blocks_ptr"), I32),
-    **dict.fromkeys(("scores_ptr", "choice_bias_ptr", "router_ptr", "weights_ptr"), F32),
-    **dict.fromkeys(("shared_weights_ptr", "out_scales_ptr"), F32),
-    **dict.fromkeys(("experts_ptr", "counts_ptr", "slots_ptr", "params_ptr"), I32),
-    **dict.fromkeys(("shared_experts_ptr", "shared_counts_ptr", "shared_slots_ptr"), I32),
-    **dict.fromkeys(("seq_len_ptr", "depths_ptr", "slots_ptr", "start_ptr", "path_ptr"), I64),
-    **dict.fromkeys(("table_ptr", "positions_ptr", "seq_lens_ptr"), I64),
-    **dict.fromkeys(("best_ptr", "tokens_ptr", "parents_ptr", "root_ptr"), I64),
-    **dict.fromkeys(("out_tokens_ptr", "out_parents_ptr", "out_sources_ptr", "sources_ptr"), I64),
-    **dict.fromkeys(("valid_ptr", "mask_ptr", "out_valid_ptr"), "*i1"),
-    **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "q_norm_ptr", "k_norm_ptr", "scale_ptr"), "*bf16"),
-    **dict.fromkeys(("bias_ptr",), "*bf16"),
-    **dict.fromkeys(("out_ptr",), "*fp16"),
-    **dict.fromkeys(("eps", "scale", "factor"), "fp32"),
-}
+HALF, BF16, EPS, M, G, V = torch.float16, torch.bfloat16, 1e-5, 17, 8, 128_256
+AMPERE, HOPPER = 86, 90
 
 
-def norm(D, **changes):
-    constants = dict(SPLIT=4, NORMED=False, STORED=True, LIMIT=0.0, BLOCK=D) | changes
-    return block_kernels.norm_kernel, {}, constants, block_kernels.norm_options(D)
+def sequences(n_rows=M):
+    table = longs(8, int(sequence_kernels.FIELDS))
+    return sequence_kernels.empty(table, n_rows, 64, n_blocks=8)
 
 
-def rope(cache, shared=False):
-    constants = dict(SPLIT=3, E=128, HALF=64, BIASED=False, NORMED=True, INT8=cache == "*i8")
-    constants["SHARED"] = shared
-    types = {"bias_ptr": F32} | dict.fromkeys(("k_ptr", "v_ptr"), I64 if shared else cache)
-    return block_kernels.rope_kernel, types, constants, block_kernels.ONE_WARP
+def cache(E, dtype, shared, n_rows=M, block=16):
+    """Keys or values of one sequence, or of several."""
+    shape = G, 4096, E + SPARE if dtype == torch.int8 else E
+    if shared:
+        return SharedPlane(sequences(n_rows), 0, shape, dtype, block)
+    return floats(shape, dtype=dtype)
 
 
-def rerank(P_PAD, CHUNK):
-    constants = dict(P_PAD=P_PAD, CHUNK=CHUNK, SOURCED=True)
-    return order_kernels.rerank_kernel, {}, constants, order_kernels.OPTIONS
+def norm(D, S, scaled=True, **limit):
+    scale = brains(D) if scaled else None
+    block_kernels.add_norm(floats(M, D), floats(S, M, D), scale, EPS, HALF, **limit)
 
 
-def look_up():
-    pointers = ("text_ptr", "last_ptr", "recent_ptr", "best_ptr", "tokens_ptr")
-    types = dict.fromkeys(pointers, I64) | dict.fromkeys(("table_ptr", "logp_ptr"), F32)
-    constants = dict(MOST=63, CLASSES=8, MEMORY=128.0, RAREST=1e-3, NOTHING=-1, C_PAD=64)
-    return lookup_kernels.look_up_kernel, types, constants, lookup_kernels.FEW
+def rope(dtype, shared=False):
+    turns, columns = floats(M, 1, 128), (32 + 2 * G) * 128
+    new = Unrotated(floats(3, M, columns), None, turns, turns, longs(M), 32, BF16)
+    rows = cache(128, dtype, shared)
+    block_kernels.rope(new, (brains(128), brains(128)), rows, rows, EPS)
 
 
-def match():
-    types = dict.fromkeys(("text_ptr", "last_ptr", "best_ptr"), I64)
-    constants = dict(LONGEST=8, NOTHING=-1, CHUNK=lookup_kernels.CHUNK)
-    return lookup_kernels.match_kernel, types, constants, lookup_kernels.OPTIONS
-
-
-def draw(**modes):
-    constants = dict(NOISY=True, SCALED=True, CHUNK=draw_kernels.CHUNK) | modes
-    types = {"positions_ptr": I64, "seed_ptr": I64, "temperature_ptr": F32}
-    types |= {"best_ptr": F32}
-    return draw_kernels.draw_kernel, types, constants, draw_kernels.OPTIONS
-
-
-def fuse(K, PAD):
-    types = {"looked_up_ptr": I64, "out_scores_ptr": F32}
-    constants = dict(K=K, PAD=PAD, HEAD=1, LOOKUP=2)
-    return lookup_kernels.fuse_kernel, types, constants, lookup_kernels.FEW
-
-
-def relations(T_PAD, ROUNDS):
-    constants = dict(T_PAD=T_PAD, ROUNDS=ROUNDS)
-    return order_kernels.relations_kernel, {}, constants, order_kernels.OPTIONS
-
-
-def commit(cache, E, E_PAD):
-    constants = dict(E=E, E_PAD=E_PAD)
-    return block_kernels.commit_kernel, {"rows_ptr": cache}, constants, block_kernels.ONE_WARP
+def commit(E, dtype):
+    block_kernels.commit(floats(4, G, 64, E, dtype=dtype), longs(()), longs(6))
 
 
 def scores(D):
-    constants = dict(SPLIT=3, BLOCK=D, SCORES=expert_kernels.SCORES)
-    return expert_kernels.score_kernel, {}, constants, expert_kernels.score_options(D)
+    parts = floats(3, M, D)
+    expert_kernels.norm_scores(floats(M, D), parts, brains(D), floats(64, D), EPS)
 
 
-def route(X_PAD, TOP_K, shares, biased=False):
-    constants = dict(TOP_K=TOP_K, X_PAD=X_PAD, ROWS=expert_kernels.ROUTE_ROWS)
-    constants |= dict(RENORMALIZES=not shares, SHARES=shares, GATED=shares)
-    constants["BIASED"] = biased
-    return expert_kernels.route_kernel, {}, constants, expert_kernels.route_options(X_PAD)
+def route(X, top_k, shares, bias=None):
+    R = X + shares  # the shared expert's score is behind the others
+    expert_kernels.route(floats(M, R), X, top_k, not shares, 1.0, shares, bias)
+
+
+def rerank(P):
+    order_kernels.rerank(longs(P), floats(P), longs(P), longs(P), longs(1), 8)
+
+
+def fuse(k):
+    n = k + k * k
+    lookup_kernels.fuse(longs(n), floats(n), longs(n), longs(63), floats(63), k, 2)
+
+
+def draw(noisy):
+    draw_kernels.draw(floats(M, V), longs(M), longs(()), floats(()), noisy, noisy)
 
 
 SMALL = {
-    "norm of fc's sum": norm(4096, LIMIT=511.75),
-    "norm of the last sum": norm(4096, STORED=False),
-    "norm": norm(4096, SPLIT=7, NORMED=True),
-    "norm, wide": norm(8192, SPLIT=3, NORMED=True),
-    "rope": rope("*bf16"),
-    "rope to int8": rope("*i8"),
-    "rope of several sequences": rope("*bf16", shared=True),
-    "rope of several sequences to int8": rope("*i8", shared=True),
-    "gather": (
-        sequence_kernels.gather_kernel,
-        {},
-        dict(P=64, P_PAD=64, B=8, BLOCK_M=16),
-        sequence_kernels.OPTIONS,
-    ),
-    "gate": (
-        gate_kernels.gate_kernel,
-        {},
-        dict(SPLIT=3, SPAN=64, SPANS=8, EXPONENT=8),
-        dict(num_warps=4, enable_fp_fusion=False),
-    ),
-    "gate of a prompt": (
-        gate_kernels.gate_row_kernel,
-        {},
-        dict(CHUNK=gate_kernels.CHUNK, EXPONENT=8),
-        dict(num_warps=4, enable_fp_fusion=False),
-    ),
-    "commit": commit("*bf16", 128, 128),
-    "commit of int8": commit("*i8", 144, 256),
-    "chunk": (
-        draft_kernels.chunk_kernel,
-        {},
-        dict(K=10, CHUNK=draft_kernels.CHUNK),
-        draft_kernels.OPTIONS,
-    ),
-    "merge": (
-        draft_kernels.merge_kernel,
-        {},
-        dict(K=10, C_PAD=64, N_PAD=1024),
-        draft_kernels.OPTIONS,
-    ),
-    "rerank": rerank(1024, 8),
-    "rerank of the default": rerank(128, 64),
-    "look up": look_up(),
-    "match": match(),
-    "draw": draw(),
-    "draw the best": draw(NOISY=False, SCALED=False),
-    "draw, last": (
-        draw_kernels.last_kernel,
-        {"best_ptr": F32},
-        dict(C_PAD=64, BAD_ROW=-1),
-        block_kernels.ONE_WARP,
-    ),
-    "fuse": fuse(10, 128),
-    "fuse of many": fuse(32, 1024),
-    "relations": relations(64, 6),
-    "relations of few rows": relations(16, 4),
-    "scores": scores(2048),
-    "scores, wide": scores(8192),
-    "route": route(128, 8, False),
-    "route of a shared expert": route(64, 4, True),
-    "route of many": route(512, 10, False),
-    "route by a bias": route(64, 6, True, biased=True),
+    "norm of fc's sum": partial(norm, 4096, 4, scaled=False, limit=511.75),
+    "norm of the last sum": lambda: block_kernels.add(floats(M, 4096), floats(4, M, 4096)),
+    "norm": partial(norm, 4096, 7),
+    "norm, wide": partial(norm, 8192, 3),
+    "rope": partial(rope, BF16),
+    "rope to int8": partial(rope, torch.int8),
+    "rope of several sequences": partial(rope, BF16, shared=True),
+    "rope of several sequences to int8": partial(rope, torch.int8, shared=True),
+    "gather": lambda: sequence_kernels.gather(sequences(), 4, 16),
+    "gate": lambda: gate_kernels.gate(floats(3, M, 8192), "fp16"),
+    "gate of a prompt": lambda: gate_kernels.gate_rows(floats(M, 8192), "fp16"),
+    "commit": partial(commit, 128, BF16),
+    "commit of int8": partial(commit, 144, torch.int8),
+    "children": lambda: draft_kernels.top_children(floats(4, V), 10),
+    "rerank": partial(rerank, 1000),
+    "rerank of the default": partial(rerank, 100),
+    "look up": lambda: lookup_kernels.look_up(longs(2**17), longs(()), floats(8, 2), longs(64), 63),
+    "draw": partial(draw, True),
+    "draw the best": partial(draw, False),
+    "fuse": partial(fuse, 10),
+    "fuse of many": partial(fuse, 32),
+    "relations": lambda: order_kernels.relations(longs(64), flags(64)),
+    "relations of few rows": lambda: order_kernels.relations(longs(16), flags(16)),
+    "scores": partial(scores, 2048),
+    "scores, wide": partial(scores, 8192),
+    "route": partial(route, 128, 8, False),
+    "route of a shared expert": partial(route, 64, 4, True),
+    "route of many": partial(route, 512, 10, False),
+    "route by a bias": partial(route, 64, 6, True, floats(64)),
 }
-
-
-def build(kernel, card):
-    function, types, constants, options = kernel
-    names = function.arg_names
-    types = {name: type for name, type in (POINTERS | types).items() if name in names}
-    types = {name: type for name, type in types.items() if name not in constants}
-    strides = [name for name in names if re.match("stride_[kv]", name)]
-    return sass.compile_kernel(function, types, constants, options, strides, CARDS[card])
-
-
-# On Hopper those that take most registers, or shared memory.
-ON_HOPPER = ("norm, wide", "rope to int8", "gate of a prompt", "merge", "rerank", "relations")
-ON_HOPPER += ("scores, wide", "route of many", "look up", "match")
+ON_HOPPER = (  # those that take most registers, or shared memory
+    *("norm, wide", "rope to int8", "gate of a prompt", "children", "rerank", "relations"),
+    *("scores, wide", "route of many", "look up"),
+)
+# Of few programs, or one.
+FEW = "norm_kernel", "rerank_kernel", "relations_kernel", "score_kernel", "route_kernel"
+FEW += ("look_up_kernel",)
 
 
 @pytest.mark.parametrize(
-    ("name", "card"),
-    [*((name, "sm_86") for name in SMALL), *((name, "sm_90") for name in ON_HOPPER)],
+    ("name", "card"), [*((name, AMPERE) for name in SMALL), *((name, HOPPER) for name in ON_HOPPER)]
 )
 def test_small_kernels(name, card, tmp_path):
-    compiled = build(SMALL[name], card)
-    _, usage = sass.disassemble(compiled, tmp_path)
-    assert usage.stack == usage.local == 0, "registers spill"
-    few = "norm", "rerank", "relations", "scores", "route", "look up"
-    alone = name.startswith(few)  # few programs, or one
-    assert usage.registers <= (200 if alone else 170)
-    assert usage.shared <= 32 * 1024
-    assert not re.search(r"\b(atom|red)\.", compiled.asm["ptx"]), "sums have a fixed order"
+    for kernel in sass.compiled(SMALL[name], card):
+        _, usage = sass.disassemble(kernel, tmp_path)
+        assert usage.stack == usage.local == 0, "registers spill"
+        assert usage.registers <= (200 if kernel.name in FEW else 170)
+        assert usage.shared <= 32 * 1024
+        assert not sass.ATOMIC.search(kernel.asm["ptx"]), "sums have a fixed order"
 
 
 # bits, group size (0: K), whether with offsets, sums within a group
@@ -217,11 +146,9 @@ FORMATS = [
     (8, 0, False, "fp32"),
     (8, 32, False, "fp16"),
 ]
-
-
 # Gate and up on one card, down on the other.
 EXPERTS = [
-    (*kind, scaled, [*CARDS][(i + scaled) % 2])
+    (*kind, scaled, (AMPERE, HOPPER)[(i + scaled) % 2])
     for i, kind in enumerate(FORMATS)
     for scaled in (False, True)
 ]
@@ -230,118 +157,97 @@ EXPERTS = [
 @pytest.mark.parametrize(("bits", "group", "offsets", "accumulate", "scaled", "card"), EXPERTS)
 def test_expert_kernel(bits, group, offsets, accumulate, scaled, card, tmp_path):
     """Three programs on a multiprocessor, and loads of gathered rows that nothing waits for."""
-    none, K = torch.empty(0), 768
-    weight = InterleavedWeight(none, none, 2048, K, bits, group or K, offsets)
-    constants = expert_kernels.constants(weight, accumulate, scaled)
-    types = POINTERS | {
-        "x_ptr": "*fp16",
-        "words_ptr": "*i16",
-        "out_ptr": F32 if scaled else "*fp16",
-    }
-    function = expert_kernels.expert_kernel
-    types = {n: t for n, t in types.items() if n in function.arg_names and n not in constants}
-    aligned = "N", "out_columns", "Np", "Kp"
-    compiled = sass.compile_kernel(
-        function, types, constants, kernels.OPTIONS, aligned, CARDS[card]
-    )
-    code, usage = sass.disassemble(compiled, tmp_path)
+    X, k, K = 4, 2, 768
+    weight = sass.empty_weight(2048, K, bits, group or K, offsets)
+    routing = expert_kernels.Routing.empty(X, k, M, weight.words.device)
+    x, scales = halves(M * (k if scaled else 1), K), floats(K // 64, M * k)
+
+    def launch():
+        if scaled:
+            parts = floats(k, M, 2048 // X)
+            expert_kernels.weighted(x, scales, weight, routing, accumulate, parts)
+        else:
+            expert_kernels.gated(x, weight, routing, accumulate)
+
+    (kernel,) = sass.compiled(launch, card)
+    code, usage = sass.disassemble(kernel, tmp_path)
     assert usage.stack == usage.local == 0, "registers spill"
     assert usage.shared <= sass.TWO_PROGRAMS
     assert usage.registers <= 170
     counts = sass.opcodes(sass.main_loop(code))
     assert counts["LDGSTS"] and counts["LDG"] == 0, "a load in the loop waits for memory"
-    assert not re.search(r"\b(atom|red)\.", compiled.asm["ptx"]), "sums have a fixed order"
+    assert not sass.ATOMIC.search(kernel.asm["ptx"]), "sums have a fixed order"
 
 
-# E, query rows, dtype, window, whether the cache is int8, whether the kernel rotates, with a bias
-PREFIX = [
-    (64, 16, "fp16", None, False, False, False),
-    (64, 32, "fp16", 4096, False, False, False),
-    (80, 32, "fp16", None, False, False, False),
-    (128, 16, "bf16", None, False, False, False),
-    (128, 32, "bf16", None, False, False, False),
-    (256, 32, "fp16", None, False, False, False),
-    (64, 16, "fp16", None, True, False, False),
-    (128, 32, "bf16", None, True, False, False),
-    (80, 32, "bf16", None, False, True, False),
-    (128, 16, "bf16", None, False, True, False),
-    (128, 32, "bf16", 4096, False, True, True),
-    (128, 32, "bf16", None, True, True, True),
+# E, query heads of a KV head, T, dtype, window, and what is not as usual
+ATTENTION = [
+    (64, 3, 5, HALF, None, ""),
+    (64, 1, 32, HALF, 4096, ""),
+    (80, 1, 32, HALF, None, ""),
+    (128, 4, 4, BF16, 4096, ""),
+    (128, 1, 32, BF16, None, ""),
+    (256, 20, 2, HALF, None, ""),
+    (64, 1, 16, HALF, None, "int8"),
+    (128, 8, 4, BF16, None, "int8"),
+    (80, 1, 32, BF16, None, "rotates"),
+    (128, 1, 16, BF16, None, "rotates"),
+    (128, 1, 32, BF16, 4096, "rotates, biased"),
+    (128, 1, 32, BF16, None, "int8, rotates, biased"),
 ]
-# E, query heads of a KV head, dtype, window, whether rows go to the next product, int8 cache
-FINISH = [
-    (64, 3, "fp16", None, False, False),
-    (80, 1, "bf16", None, False, False),
-    (128, 4, "bf16", 4096, False, False),
-    (128, 1, "bf16", None, True, False),
-    (128, 8, "bf16", None, True, False),
-    (128, 1, "bf16", None, False, True),
-    (256, 20, "fp16", None, False, False),
+# Caches of several sequences too, which programs find by their addresses; on Hopper these alone,
+# which take more registers.
+SHARED = [case for case in ATTENTION if case[0] == 128 or "rotates" in case[-1]]
+ATTENTION = [
+    *((*case, False, AMPERE) for case in ATTENTION),
+    *((*case, True, card) for card in (AMPERE, HOPPER) for case in SHARED),
 ]
-# The same over caches of several sequences, which programs find by their addresses.
-PREFIX = [(*case, False) for case in PREFIX]
-PREFIX += [(*case[:-1], True) for case in PREFIX if case[0] == 128 or case[5]]
-FINISH = [(*case, False) for case in FINISH]
-FINISH += [(*case[:-1], True) for case in FINISH if case[0] == 128]
-# On Hopper these alone, which take more registers.
-PREFIX, FINISH = (
-    [(*case, card) for case in cases for card in CARDS if case[-1] or card == "sm_86"]
-    for cases in (PREFIX, FINISH)
-)
-SHARED = {(256, 32): 51200}  # by E and rows: one program on a multiprocessor
-
-
-def attention(function, constants, options, dtype, int8, card):
-    types = dict.fromkeys(("q_ptr", "out_ptr", "bias_ptr"), f"*{dtype}")
-    cache = I64 if constants["SHARED"] else "*i8" if int8 else f"*{dtype}"
-    types |= dict.fromkeys(("k_ptr", "v_ptr"), cache)
-    compiled = build((function, types, constants, options), card)
-    ptx = compiled.asm["ptx"]
-    # One instruction for every product, on Hopper too, whose own adds up in another order.
-    kinds = set(re.findall(r"\b\w*mma[.\w]*", ptx))
-    halves = "bf16.bf16" if dtype == "bf16" else "f16.f16"
-    assert kinds == {f"mma.sync.aligned.m16n8k16.row.col.f32.{halves}.f32"}
-    return compiled
 
 
 @pytest.mark.parametrize(
-    ("E", "rows", "dtype", "window", "int8", "rotates", "biased", "shared", "card"), PREFIX
+    ("E", "group", "T", "dtype", "window", "kind", "shared", "card"), ATTENTION
 )
-def test_prefix_kernel(E, rows, dtype, window, int8, rotates, biased, shared, card, tmp_path):
-    constants = tree_kernels.prefix_constants(E, rows, window, int8, rotates, biased, shared)
-    function, options = tree_kernels.prefix_kernel, tree_kernels.OPTIONS
-    compiled = attention(function, constants, options, dtype, int8, card)
-    _, usage = sass.disassemble(compiled, tmp_path)
-    spilled = 8 if shared and card == "sm_90" else 0  # two words of a thread
+def test_attention(E, group, T, dtype, window, kind, shared, card, tmp_path):
+    int8, rotates = "int8" in kind, "rotates" in kind
+    rows = cache(E, torch.int8 if int8 else dtype, shared, T, tree_kernels.row_block(group * T))
+    view = TreeView(longs(8 if shared else ()), ints(T, 64), longs(T), window)
+
+    def launch():
+        if not rotates:
+            q = floats(G, group * T, E, dtype=dtype)
+            tree_kernels.tree_attention(q, rows, rows, view)
+            return
+        columns, turns = (group + 2) * G * E, floats(T, 1, E)
+        bias = brains(columns) if "biased" in kind else None
+        new = Unrotated(floats(2, T, columns), bias, turns, turns, longs(T), group * G, dtype)
+        tree_kernels.rope_attention(new, rows, rows, view, dtype)
+
+    prefix, finish = sass.compiled(launch, card)
+    halves = "bf16.bf16" if dtype == BF16 else "f16.f16"
+    for kernel in (prefix, finish):
+        # One instruction for every product, on Hopper too, whose own adds up in another order.
+        kinds = set(re.findall(r"\b\w*mma[.\w]*", kernel.asm["ptx"]))
+        assert kinds == {f"mma.sync.aligned.m16n8k16.row.col.f32.{halves}.f32"}
+
+    _, usage = sass.disassemble(prefix, tmp_path)
+    spilled = 8 if shared and card == HOPPER else 0  # two words of a thread
     assert usage.stack <= spilled and usage.local == 0, "registers spill"
-    assert usage.shared <= SHARED.get((E, rows), sass.TWO_PROGRAMS)
-    three = card == "sm_86" and not int8 and not rotates
+    assert usage.shared <= (51200 if E == 256 else sass.TWO_PROGRAMS), "two programs, or one"
+    three = card == AMPERE and not int8 and not rotates
     assert usage.registers <= (170 if three else 255), "three programs, or two"
-    if not int8 and E in (64, 128):
-        # Keys come in whole pieces, which nothing waits for.
-        assert "cp.async.cg.shared.global" in compiled.asm["ptx"]
-    if not rotates:
-        added = re.findall(r"\badd(?:\.\w+)*\.f32", compiled.asm["ptx"])
-        assert not added, "a sum outside of the tensor cores"
+    ptx = prefix.asm["ptx"]
+    if not int8 and E in (64, 128):  # keys come in whole pieces, which nothing waits for
+        assert "cp.async.cg.shared.global" in ptx
+    assert rotates or not sass.ADDED.search(ptx), "a sum outside of the tensor cores"
 
-
-@pytest.mark.parametrize(
-    ("E", "group", "dtype", "window", "by_rows", "int8", "shared", "card"), FINISH
-)
-def test_finish_kernel(E, group, dtype, window, by_rows, int8, shared, card, tmp_path):
-    constants = tree_kernels.finish_constants(E, group, window, by_rows, int8, shared)
-    function, options = tree_kernels.finish_kernel, tree_kernels.finish_options(E, int8)
-    compiled = attention(function, constants, options, dtype, int8, card)
-    _, usage = sass.disassemble(compiled, tmp_path)
+    _, usage = sass.disassemble(finish, tmp_path)
     four = E <= 128 and not int8
-    spilled = 32 if four and card == "sm_90" else 0  # a few words of a thread
+    spilled = 32 if four and card == HOPPER else 0  # a few words of a thread
     assert usage.stack <= spilled and usage.local == 0, "registers spill"
     assert usage.shared <= (24 if four else 32) * 1024, "four programs, or two"
     assert usage.registers <= (128 if four else 255), "four programs, or two"
-    before_merge = compiled.asm["ptx"].rpartition("mma.sync")[0]
-    added = re.findall(r"\badd(?:\.\w+)*\.f32", before_merge)
-    assert not added, "a sum over keys outside of the tensor cores"
-    assert not re.search(r"\b(atom|red)\.", compiled.asm["ptx"]), "sums have a fixed order"
+    ptx = finish.asm["ptx"]
+    assert not sass.ADDED.search(ptx.rpartition("mma.sync")[0]), "a sum over keys outside of them"
+    assert not sass.ATOMIC.search(ptx), "sums have a fixed order"
 
 
 def test_splits_are_whole_blocks():

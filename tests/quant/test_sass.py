@@ -7,24 +7,16 @@ streams at 90 % of 936 GB/s. A kernel that leaves the fast path shows here.
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import pytest
-import torch
 
 import sass
 from fasteagle.quant import kernels, tiling
 from fasteagle.quant.interleaved import BLOCK_N, InterleavedWeight
-from sass import TWO_PROGRAMS, opcodes
+from sass import TWO_PROGRAMS, floats, halves, opcodes
 
 K = 4096
-POINTERS = {
-    "x_ptr": "*fp16",
-    "words_ptr": "*i16",
-    "params_ptr": "*i32",
-    "out_ptr": "*fp32",
-    "scales_ptr": "*fp32",
-    "out_scales_ptr": "*fp32",
-}
 # (format, rows, accumulate, variant)
 FORMS = [
     ("g128", 16, "fp32", ""),
@@ -41,57 +33,37 @@ FORMS = [
 
 
 def empty_weight(name: str) -> InterleavedWeight:
-    """A weight of a format without its tensors."""
+    """A weight of a format without its values."""
     bits = 8 if name.startswith("int8") else 4
     group = re.search(r"g(\d+)", name)
-    none = torch.empty(0)
-    return InterleavedWeight(
-        none, none, K, K, bits, int(group[1]) if group else K, offsets="offsets" in name
-    )
-
-
-def compile_kernel(
-    function,
-    pointers: dict[str, str],
-    constants: dict[str, object],
-    sm: int = 86,
-    options: dict[str, object] = kernels.OPTIONS,
-):
-    aligned = ("out_columns", "Np", "Kp")
-    target = sass.GPUTarget("cuda", sm, 32)
-    return sass.compile_kernel(function, pointers, constants, options, aligned, target)
-
-
-def warps(weight, cut) -> int:
-    return kernels.options(weight.bits, cut.block_m)["num_warps"]
+    return sass.empty_weight(K, K, bits, int(group[1]) if group else K, "offsets" in name)
 
 
 def compile_product(name: str, rows: int, accumulate: str, variant: str, sm: int = 86):
     """The kernel that a product of `rows` rows launches."""
     weight = empty_weight(name)
     cut = tiling.cut_rows(weight.layout, rows, rows, 4)
-    chosen = {variant: True} if variant else {}
-    constants = kernels.constants(weight, cut, accumulate, **chosen)
-    pointers = POINTERS | ({"out_ptr": "*fp16"} if variant == "gated" else {})
-    options = kernels.options(weight.bits, cut.block_m)
-    compiled = compile_kernel(kernels.interleaved_kernel, pointers, constants, sm, options)
-    return compiled, weight, cut
+    x, out, scales = halves(rows, K), floats(4, rows, K), floats(K // kernels.SPAN, rows)
+    out = out.half() if variant == "gated" else out
+    given = scales if variant == "scaled" else None
+    gated = variant == "gated"
+    launch = partial(kernels._launch, x, weight, accumulate, cut, out, scales, given, gated)
+    (compiled,) = sass.compiled(launch, sm)
+    return compiled, weight, cut.resident, compiled.metadata.num_warps
 
 
 @pytest.mark.parametrize(("name", "rows", "accumulate", "variant"), FORMS)
 def test_main_loop(name, rows, accumulate, variant, tmp_path):
-    compiled, weight, cut = compile_product(name, rows, accumulate, variant)
+    compiled, weight, resident, warps = compile_product(name, rows, accumulate, variant)
     code, usage = sass.disassemble(compiled, tmp_path)
-    assert usage.shared <= TWO_PROGRAMS and cut.resident * (usage.shared + 1024) <= 100 * 1024
-    assert cut.resident * usage.registers * 32 * warps(weight, cut) <= 65536, (
-        "programs that fit beside each other"
-    )
+    assert usage.shared <= TWO_PROGRAMS and resident * (usage.shared + 1024) <= 100 * 1024
+    assert resident * usage.registers * 32 * warps <= 65536, "programs that fit beside each other"
     assert usage.stack == usage.local == 0, "registers spill"
     loop = sass.main_loop(code)
     counts = opcodes(loop)
     macs = max(rows, 16) * weight.layout.tile * BLOCK_N
     m16n8k16 = 16 * 8 * 16
-    assert counts["HMMA"] * warps(weight, cut) * m16n8k16 == macs, "once each, all of it"
+    assert counts["HMMA"] * warps * m16n8k16 == macs, "once each, all of it"
     kind = "HMMA.16816.F16" if accumulate == "fp16" else "HMMA.16816.F32"
     assert all(kind in code for code in loop if "HMMA" in code)
     assert counts["LDGSTS"] and not counts["LDG"], "a load in the loop waits for memory"
@@ -115,13 +87,15 @@ def test_other_cards(name, rows, accumulate, variant, capability, tmp_path):
 
 @pytest.mark.parametrize("name", ["g128", "g32-offsets", "int8-g32"])
 def test_dequantizing_compiles_with_the_assembly(name):
-    constants = kernels.format_constants(empty_weight(name)) | {"UNIT": 1.0}
-    pointers = {"words_ptr": "*i16", "params_ptr": "*i32", "out_ptr": "*fp16"}
-    assert "lop3" in compile_kernel(kernels.dequantize_kernel, pointers, constants).asm["ptx"]
+    rows = halves(kernels.MAX_ROWS + 1, K)
+    (compiled,) = sass.compiled(lambda: kernels.linear(rows, empty_weight(name)))
+    assert "lop3" in compiled.asm["ptx"]
 
 
 def test_partial_sums_are_added_in_order():
-    pointers = {"parts_ptr": "*fp32", "y_ptr": "*fp32"}
-    ptx = compile_kernel(kernels.sum_kernel, pointers, {"SPLIT": 3, "BLOCK_N": BLOCK_N}).asm["ptx"]
-    assert len(re.findall(r"\badd(?:\.rn)?\.f32", ptx)) == 3
-    assert not re.search(r"\b(atom|red)\.", ptx)
+    weight = sass.empty_weight(512, K, 4, 128, False)
+    _, compiled = sass.compiled(lambda: kernels.linear(halves(1, K), weight))
+    split = tiling.tiling(weight.layout, 512, K, 1, kernels.card_of(weight.words.device)).split
+    ptx = compiled.asm["ptx"]
+    assert len(re.findall(r"\badd(?:\.rn)?\.f32", ptx)) == split > 1
+    assert not sass.ATOMIC.search(ptx)
