@@ -10,9 +10,11 @@ import pytest
 from gguf import GGUFWriter
 
 from fasteagle.errors import FasteagleError
+from fasteagle.loading.checkpoint import open_checkpoint
 from fasteagle.loading.gguf_tokenizer import converted_gguf, set_pre_tokenizer
 from fasteagle.loading.tokenizer import load_tokenizer
 from gguf_files import finish
+from helpers import edit_json
 
 USER = [{"role": "user", "content": "Hi"}]
 
@@ -98,12 +100,20 @@ def test_gguf_template_special_tokens_and_cache(tmp_path, monkeypatch):
 
 
 def test_a_gguf_file_beside_other_files_has_its_own_tokenizer(tmp_path, tiny_dir):
+    """And config: nothing beside it is read, no code runs."""
     write_gguf_tokenizer(tmp_path / "m.gguf", "smollm")
     alone = load_tokenizer(tmp_path / "m.gguf").encode("a 12")
     beside = shutil.copytree(tiny_dir, tmp_path / "beside")
+    own = {"AutoTokenizer": ["own.Own", None], "AutoConfig": "own.Own"}
+    for name in ("config.json", "tokenizer_config.json"):
+        edit_json(beside / name, auto_map=own, tokenizer_class="Own")
+    (beside / "own.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n")
     path = shutil.copy(tmp_path / "m.gguf", beside / "m.gguf")
     tokenizer = load_tokenizer(Path(path))
     assert tokenizer.encode("a 12") == alone and tokenizer.render(USER) == "<|im_start|>Hi"
+    with pytest.raises(FasteagleError, match="m.gguf: 10 wrong tensors"):
+        open_checkpoint(Path(path))
+    assert not (tmp_path / "executed").exists()
 
 
 @pytest.mark.parametrize(

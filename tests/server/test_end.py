@@ -106,13 +106,19 @@ def assert_ends(process, seconds=20):
 
 @pytest.mark.parametrize(("number", "times"), [(signal.SIGTERM, 1), (signal.SIGINT, 2)])
 def test_signals_end_the_command(serve_dir, number, times):
-    """Open connections do not hold up the end: one that was used, and one that says nothing."""
+    """Open connections do not hold up the end: one that was used, and one that says nothing.
+
+    A client that does not read holds up the first signal's no longer than a request may take.
+    """
     port = free_port()
-    process = start(serve_dir, port, "--no-compile")
+    process = start(serve_dir, port, "--no-compile", "--timeout", "4")
     url = f"http://127.0.0.1:{port}"
     with httpx.Client(timeout=60) as idle, socket.create_connection(("127.0.0.1", port)):
         idle.get(f"{url}/health")
-        with httpx.stream("POST", url + CHAT, json={**LONG, "max_tokens": 1500}, timeout=60) as one:
+        with (
+            contextlib.closing(deaf(port)) if times == 1 else contextlib.nullcontext(),
+            httpx.stream("POST", url + CHAT, json={**LONG, "max_tokens": 400}) as one,
+        ):
             lines = one.iter_lines()
             next(lines)
             for _ in range(times):
@@ -122,18 +128,9 @@ def test_signals_end_the_command(serve_dir, number, times):
                 rest = [line for line in lines if line]
             except httpx.RemoteProtocolError:
                 rest = ["broken off"]
-        # The first signal lets the answer finish; the second may come when it has.
-        assert times == 2 or rest[-1] == "data: [DONE]"
-        assert_ends(process, 5)
-
-
-def test_a_client_that_does_not_read_does_not_hold_up_the_end(serve_dir):
-    port = free_port()
-    process = start(serve_dir, port, "--no-compile", "--timeout", "3")
-    with contextlib.closing(deaf(port)):
-        time.sleep(0.5)
-        process.send_signal(signal.SIGTERM)
-        assert_ends(process, 40)
+            # The first signal lets the answer finish; the second may come when it has.
+            assert times == 2 or rest[-1] == "data: [DONE]"
+            assert_ends(process, 10)
 
 
 @pytest.mark.slow
@@ -158,8 +155,8 @@ def test_memory_does_not_grow(live):
         rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return len(gc.get_objects()), threading.active_count(), rss
 
-    ask(100)
-    (objects, threads, rss), *after = ask(20), ask(200), ask(20)
+    ask(60)
+    (objects, threads, rss), *after = ask(10), ask(110), ask(10)
     # Of two looks the smaller number: other threads make objects of their own meanwhile.
     assert min(now[0] for now in after) < objects + 100
     assert min(now[1] for now in after) <= threads + 1
