@@ -121,7 +121,7 @@ WAYS += [(("eagle1", "eagle3")[i % 2], params) for i, params in enumerate(DRAWN[
 @pytest.mark.parametrize(("algorithm", "params"), WAYS, ids=str)
 def test_every_drafter_gives_the_tokens_of_plain_decoding(target, algorithm, params):
     """All of them with one kind of head and where nothing is drawn, else one of each kind."""
-    n = 40
+    n = 26
     expected = tokens(Engine(target, 512), params=params, n=n)
     made = drafters(target, random_head(target, eagle3=eagle3_of(algorithm, target.config)))
     for name in made if (algorithm, params) == WAYS[0] else ONE_OF_EACH:

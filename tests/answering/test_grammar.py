@@ -91,13 +91,13 @@ def run(engine, tokenizer, compiler, spec, params=SamplingParams(), n=60):  # no
 @pytest.mark.parametrize("number", range(4))
 def test_every_drafter_gives_the_tokens_of_plain_decoding(model, tokenizer, compiler, number):
     spec, params = SPECS[number], (*DRAWN, DRAWN[1])[number]
-    expected, _ = run(Engine(model, 512), tokenizer, compiler, spec, params)
+    expected, _ = run(Engine(model, 512), tokenizer, compiler, spec, params, 40)
     unbound, _ = answered(Engine(model, 512), tokenizer, params)
     assert expected != unbound[: len(expected)]  # the grammar changes something
     drafted = 0
     for name, drafter in drafters(model, number).items():
         engine = Engine(model, 512, drafter=drafter)
-        found, _ = run(engine, tokenizer, compiler, spec, params)
+        found, _ = run(engine, tokenizer, compiler, spec, params, 40)
         assert found == expected, name
         drafted += engine.stats.drafted
         assert name == "ngram" or engine.stats.drafted > 0

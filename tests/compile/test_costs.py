@@ -159,7 +159,7 @@ def test_any_order_of_fused_trees_gives_the_text_of_plain_decoding(target, tmp_p
     engine.use(tuned_fused(target, tmp_path / "costs.json"))
     turn = [FusedShape(2, 2, 6, 6), FusedShape(0, 1, 40, 40), FusedShape(0, 1, 4, 4), None]
     policy = engine.drafter.policy = Shuffled(turn)
-    prompt, n = [5, 6, 7, 8] * 6, 150
+    prompt, n = [5, 6, 7, 8] * 6, 100
     expected = generated(Engine(target, 512), n, prompt, params)
     result = generated(engine, n, prompt, params)
     assert result == expected

@@ -71,12 +71,13 @@ def test_features_are_close_to_those_of_a_whole_cache(target):
 
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(0.8, seed=3)], ids=str)
 def test_drafting_changes_no_token(target, params):
-    expected = generated(eager_engine(target, 256), params=params)
+    how = 30, PROMPT * 5, params  # into a second block of keys
+    expected = generated(eager_engine(target, 256), *how)
     drafter = EagleDrafter(random_head(target.model), TreeShape(3, 3, 8), 256)
-    assert generated(eager_engine(target, 256, drafter=drafter), params=params) == expected
+    assert generated(eager_engine(target, 256, drafter=drafter), *how) == expected
     engine = captured_engine(target, 256)
     engine.use(drafter)
-    assert generated(engine, params=params) == expected
+    assert generated(engine, *how) == expected
 
 
 def test_engine_and_draft_head_have_caches_of_their_own_kind(target):

@@ -40,7 +40,7 @@ def drafter_of(model, *sizes, noise="shared"):
     return ModelDrafter(Target(model), TreeShape(*sizes), 512, 60, noise)
 
 
-def answer(engine, prompt=PROMPT, params=GREEDY, n=30):
+def answer(engine, prompt=PROMPT, params=GREEDY, n=20):
     return [t for ids in engine.generate(prompt, params, n) for t in ids]
 
 

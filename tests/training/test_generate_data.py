@@ -74,13 +74,13 @@ def test_every_turn_is_answered(model, prompts, tmp_path):
 
 @pytest.mark.parametrize("source", ["--prompts", "--self", "--seeds"])
 def test_the_text_does_not_depend_on_the_batch(source, model, prompts, seeds, tmp_path):
-    more = {"--prompts": (prompts,), "--self": ("--count", 12), "--seeds": (seeds, "--count", 12)}
+    more = {"--prompts": (prompts,), "--self": ("--count", 8), "--seeds": (seeds, "--count", 8)}
     texts = []
-    for name, *options in ((1, "--batch", 1), (3, "--batch", 3), (8,), ("seed", "--seed", 1)):
+    for name, *options in ((1, "--batch", 1), (3, "--batch", 3), ("seed", "--seed", 1)):
         out = tmp_path / f"{name}.jsonl"
         generated(model, out, source, *more[source], *options)
         texts.append(out.read_bytes())
-    assert texts[0] == texts[1] == texts[2] != texts[3] and len(texts[0].splitlines()) > 2
+    assert texts[0] == texts[1] != texts[2] and len(texts[0].splitlines()) > 2
 
 
 def test_seeds_are_shown_and_instructions_are_new(model, seeds, tmp_path, monkeypatch):
@@ -100,18 +100,18 @@ def test_seeds_are_shown_and_instructions_are_new(model, seeds, tmp_path, monkey
     assert len(set(prompts)) == len(prompts)
 
 
-@pytest.mark.parametrize("torn", [5, 1, 0])
-def test_a_run_that_was_cut_off_goes_on(model, prompts, tmp_path, torn):
+def test_a_run_that_was_cut_off_goes_on(model, prompts, tmp_path):
     """After a whole line, in one, and between the turns of a conversation."""
     whole, part = tmp_path / "whole.jsonl", tmp_path / "part.jsonl"
     generated(model, whole, "--prompts", prompts)
     inside = next(i for i, line in enumerate(lines(whole)) if line["turn"] < line["turns"])
     begun = b"".join(whole.read_bytes().splitlines(keepends=True)[: inside + 1])
-    part.write_bytes(begun[: -torn or None])
-    shutil.copy(f"{whole}.settings.json", f"{part}.settings.json")
-    stderr = generated(model, part, "--prompts", prompts, "--batch", 2)
-    assert part.read_bytes() == whole.read_bytes()
-    assert "at conversation" in stderr or inside == 0
+    for torn in (5, 1, 0):
+        part.write_bytes(begun[: -torn or None])
+        shutil.copy(f"{whole}.settings.json", f"{part}.settings.json")
+        stderr = generated(model, part, "--prompts", prompts, "--batch", 2)
+        assert part.read_bytes() == whole.read_bytes(), torn
+        assert "at conversation" in stderr or inside == 0
     assert "nothing to do" in generated(model, part, "--prompts", prompts)
     assert part.read_bytes() == whole.read_bytes()
 
