@@ -128,11 +128,9 @@ def test_speculation_changes_no_token(checkpoint, model, tokenizer, params, text
     head = first.head
     drafters = [
         first,
-        EagleDrafter(head, TreeShape(6, 10, 59), 1024),
-        EagleDrafter(head, TreeShape(4, 1, 4), 1024),
+        EagleDrafter(head, TreeShape(6, 4, 20), 1024),
         StaticTreeDrafter(head, 1024),
         fused_drafter(head, FusedShape(3, 3, 8, 8), 1024),
-        fused_drafter(head, FusedShape(0, 1, 8, 8), 1024),
         NgramDrafter(),
     ]
     prompt = tokenizer.encode(tokenizer.render([{"role": "user", "content": text}]))
@@ -145,7 +143,7 @@ def test_speculation_changes_no_token(checkpoint, model, tokenizer, params, text
     expected = answer(None)
     for drafter in drafters:
         assert answer(drafter) == expected, (drafter.name, drafter.shape)
-        assert drafter in drafters[-3:] or engine.stats.tau > 1.1
+        assert drafter in drafters[-2:] or engine.stats.tau > 1.1
 
 
 def test_the_shipped_head_belongs_to_the_model(checkpoint):

@@ -37,11 +37,11 @@ def test_many_clients_get_their_own_answers(live):
         )
         return reply.json()["choices"][0]["message"]["content"]
 
-    with concurrent.futures.ThreadPoolExecutor(24) as pool:
-        found = list(pool.map(ask, range(24)))
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        found = list(pool.map(ask, range(16)))
     until(lambda: live.server.queue.n_running == 0)
-    expected = [live.llm.chat(f"client {i}", max_new_tokens=6).text for i in range(24)]
-    assert found == expected and len(set(found)) > 12
+    expected = [live.llm.chat(f"client {i}", max_new_tokens=6).text for i in range(16)]
+    assert found == expected and len(set(found)) > 8
 
 
 @both
