@@ -24,8 +24,10 @@ from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.ladder import DEFAULT_RANKS
 from fasteagle.drafting.lookup import Lookup
 from fasteagle.generate import Engine
+from fasteagle.loading.heads.find import named_head
+from fasteagle.loading.make_drafter import Drafting
 from fasteagle.model import EagleHead, KVCache, Output, Target, Transformer, causal_mask, make_head
-from fasteagle.options import SamplingParams
+from fasteagle.options import DraftOptions, SamplingParams
 from fasteagle.sampling import SamplingMode, SamplingTensors
 from fasteagle.shapes import AnyShape, TreeShape
 from fasteagle.state import Committed, CycleSpec, DecodeState
@@ -123,6 +125,13 @@ def write_questions(path: Path, *questions: list[str]) -> Path:
 
 
 # Our own classes
+
+
+def drafting_of(options: DraftOptions, target: ModelConfig, **parts) -> Drafting:
+    """Parts of a drafter, with the draft head that the options name."""
+    if options.head is not None:
+        parts["head"] = named_head(options.head).loaded(target, options.tap_layers)
+    return Drafting(options, **parts)
 
 
 def tiny_config(**changes) -> ModelConfig:

@@ -207,11 +207,11 @@ class Drafting:
         identity = fingerprint(checkpoint)
         head = self.head
         try:
-            files = (find_head(options.head, name, identity) or self.own) if head is None else None
+            files = None if head else find_head(name, identity) or self.own
             if files is not None:
                 head = files.loaded(engine.model.config, options.tap_layers)
         except FasteagleError as error:
-            if options.drafter != "auto" or options.head is not None or options.tap_layers:
+            if options.drafter != "auto" or options.tap_layers:
                 raise
             notify(f"warning: {error}")  # the answer does not depend on it
         if head is not None:

@@ -118,7 +118,7 @@ def usual_head(
     opened: OpenedModel, identity: str, aux_layers: tuple[int, ...] | None = None
 ) -> LoadedHead:
     """Return the draft head that chat would use; raise `FasteagleError` where there is none."""
-    place = find_head(None, opened.name, identity) or own_layer(opened.checkpoint, opened.path)
+    place = find_head(opened.name, identity) or own_layer(opened.checkpoint, opened.path)
     if place is None:
         raise FasteagleError(
             f"no draft head is known for {opened.name}: give one with --head, or train one with "

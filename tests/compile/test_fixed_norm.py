@@ -14,12 +14,11 @@ from fasteagle.compile.fixed_norm import keep_sums_finite
 from fasteagle.loading import open as opening
 from fasteagle.loading import source
 from fasteagle.loading.heads.write import save_head
-from fasteagle.loading.make_drafter import Drafting
 from fasteagle.model import RMSNorm, causal_mask
 from fasteagle.options import DraftOptions, RuntimeOptions
 from fasteagle.quant import cuda_linear
 from fasteagle.quant.cuda_linear import InterleavedLinear
-from helpers import change_tensors, random_head
+from helpers import change_tensors, drafting_of, random_head
 from interleaved_models import KernelBackend, fused_target, packed_target
 
 LARGEST = 511.5  # at D = 128: sqrt(128 * 128) * 511.5 is 65,472
@@ -116,7 +115,9 @@ def test_scales_are_looked_at_while_loading(
     head.block.mlp_norm.weight.data.fill_(scales[draft_head])
     save_head(tmp_path / "head", head, {}, torch.float32)
     draft = DraftOptions("eagle", str(tmp_path / "head"))
-    drafter = Drafting(draft).drafter("x", engine, runtime.checkpoint, lambda line: None)
+    drafter = drafting_of(draft, engine.model.config).drafter(
+        "x", engine, runtime.checkpoint, lambda line: None
+    )
     engine.use(drafter)
     assert accumulates(drafter.head) == {draft_head}
     assert ("sums of the draft head might be" in capsys.readouterr().err) == (draft_head == "fp32")

@@ -12,7 +12,7 @@ import torch
 from fasteagle.errors import FasteagleError
 from fasteagle.loading import registry
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
-from fasteagle.loading.heads.find import find_head, may_find_head
+from fasteagle.loading.heads.find import find_head, may_find_head, named_head
 from fasteagle.loading.heads.read import with_vocabulary
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.paths import cache_dir
@@ -37,19 +37,19 @@ def test_search_order(tmp_path, monkeypatch, hub_cache):
     named.mkdir()
     repo = empty_head(tmp_path / "repo")
     put_in_cache(hub_cache, repo, registry.REGISTRY[name].heads[0].repo, "1" * 40)
-    assert find_head(None, "llama2-70b", identity) is None
-    assert find_head(None, name, identity).origin == "yuhuili/EAGLE-Vicuna-7B-v1.3"
+    assert find_head("llama2-70b", identity) is None
+    assert find_head(name, identity).origin == "yuhuili/EAGLE-Vicuna-7B-v1.3"
     empty_head(shipped / "data" / "heads" / "some-model")
-    assert find_head(None, name, identity).origin == "yuhuili/EAGLE-Vicuna-7B-v1.3"
+    assert find_head(name, identity).origin == "yuhuili/EAGLE-Vicuna-7B-v1.3"
     empty_head(shipped / "data" / "heads" / name)
-    assert find_head(None, name, identity).origin == "shipped with fasteagle"
+    assert find_head(name, identity).origin == "shipped with fasteagle"
     calibrated = empty_head(cache_dir() / "heads" / identity)
-    assert find_head(None, name, identity).path == calibrated
-    assert find_head(None, name, "cd" * 32).origin == "shipped with fasteagle"
-    assert find_head(str(named), name, identity).path == named
-    assert find_head(name, "another-model", identity).origin == "shipped with fasteagle"
+    assert find_head(name, identity).path == calibrated
+    assert find_head(name, "cd" * 32).origin == "shipped with fasteagle"
+    assert named_head(str(named)).path == named
+    assert named_head(name).origin == "shipped with fasteagle"
     with pytest.raises(FasteagleError, match="no such folder"):
-        find_head(str(tmp_path / "nowhere"), name, identity)
+        named_head(str(tmp_path / "nowhere"))
 
 
 @pytest.mark.parametrize(("name", "which"), [("vicuna-13b", 0), ("vicuna-13b", 1), ("qwen3-8b", 0)])
@@ -63,9 +63,8 @@ def test_published_heads_are_fetched_at_their_commit_not_the_newest(
     snapshot = put_in_cache(
         hub_cache, folder, published.repo, commit or "1" * 40, is_newest=commit is None
     )
-    for head in (published.repo,) if which else (None, published.repo):
-        files = find_head(head, name, "0" * 64)
-        assert files is not None and (files.path, files.origin) == (snapshot, published.repo)
+    for files in (named_head(published.repo), *(() if which else (find_head(name, "0" * 64),))):
+        assert (files.path, files.origin) == (snapshot, published.repo)
 
 
 def test_chat_by_name_finds_target_and_published_head(tmp_path, hub_cache):
@@ -97,9 +96,9 @@ def test_a_shipped_head_is_found_for_the_same_weights_under_another_name(
     monkeypatch.setattr(resources, "files", lambda package: tmp_path)
     folder = tmp_path / "data" / "heads" / "famous-model"
     shutil.copytree(head_dirs / "eagle1", folder)
-    files = find_head(None, str(tmp_path / "copy.gguf"), identity)
+    files = find_head(str(tmp_path / "copy.gguf"), identity)
     assert files is not None and files.path == folder
-    assert find_head(None, str(tmp_path / "copy.gguf"), "0" * 64) is None
+    assert find_head(str(tmp_path / "copy.gguf"), "0" * 64) is None
 
 
 def test_fingerprint_is_of_the_stored_values(tiny_dir, tmp_path):

@@ -16,7 +16,7 @@ from fasteagle.loading.changed import ChangedCheckpoint
 from fasteagle.loading.checkpoint import open_checkpoint
 from fasteagle.loading.gguf_index import read_index
 from fasteagle.loading.heads import gguf as gguf_head
-from fasteagle.loading.heads.find import find_head
+from fasteagle.loading.heads.find import named_head
 from fasteagle.loading.heads.gguf import NAMES, write_gguf_head
 from fasteagle.loading.heads.read import load_head, open_head
 from fasteagle.loading.heads.tables import official_state
@@ -77,7 +77,7 @@ def write(path, head, state, tokenizer, **more):
 def test_written_and_read_back_bit_for_bit(target, tokenizer, tmp_path, changes, dtype):
     head = head_for(target, KIND, **changes)
     state = written(tmp_path / "h.gguf", head, tokenizer, dtype)
-    assert find_head(str(tmp_path / "h.gguf"), "x", "").path == tmp_path / "h.gguf"
+    assert named_head(str(tmp_path / "h.gguf")).path == tmp_path / "h.gguf"
     source = open_head(tmp_path)  # the only GGUF file of a folder
     assert source.dialect == "llama.cpp GGUF EAGLE-3"
     loaded, header = load_head(tmp_path / "h.gguf", CONFIG)

@@ -9,11 +9,10 @@ from fasteagle.config import Eagle3Config, Llama3RopeScaling
 from fasteagle.generate import Engine
 from fasteagle.loading.heads import inspect as module
 from fasteagle.loading.heads.write import save_head
-from fasteagle.loading.make_drafter import Drafting
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.options import DraftOptions
 from head_folders import DIALECTS, DRAFT_IDS, head_for, write_folder
-from helpers import edit_json, invoke, random_head, random_target, tiny_config
+from helpers import drafting_of, edit_json, invoke, random_head, random_target, tiny_config
 
 TARGET = tiny_config(n_layer=8, rope_base=5e5)
 
@@ -171,7 +170,9 @@ def test_probe_runs_and_says_which_layers_are_best(own_head, tiny_dir, monkeypat
 
 def test_aux_layers_by_option_reach_the_engine(own_head, tiny_dir, model, checkpoint):
     draft = DraftOptions(head=str(own_head), tap_layers=(0, 1, 2))
-    drafter = Drafting(draft).drafter("tiny", Engine(model, 512), checkpoint, lambda line: None)
+    drafter = drafting_of(draft, model.config).drafter(
+        "tiny", Engine(model, 512), checkpoint, lambda line: None
+    )
     assert drafter.aux_layers == (0, 1, 2)
     arguments = ["chat", "--model", tiny_dir, "-p", "hello", "--max-new-tokens", "5"]
     more = ["--head", own_head, "--tap-layers", "0,1,9"]

@@ -23,7 +23,7 @@ from fasteagle.options import DraftOptions, SamplingParams
 from fasteagle.paths import cache_dir
 from fasteagle.shapes import GatedChain, TreeShape, read_tree
 from head_folders import DIALECTS, head_for, write_folder
-from helpers import eagle3_of, generated, invoke, random_head
+from helpers import drafting_of, eagle3_of, generated, invoke, random_head
 from hub_cache import forbid
 
 
@@ -37,7 +37,9 @@ def drafter_for(model, checkpoint, backend="eager", **options):
     said = []
     engine = Engine(model, 512)
     engine.backend.name = backend
-    drafter = Drafting(DraftOptions(**options)).drafter("tiny", engine, checkpoint, said.append)
+    drafter = drafting_of(DraftOptions(**options), model.config).drafter(
+        "tiny", engine, checkpoint, said.append
+    )
     return drafter, said
 
 
@@ -98,7 +100,7 @@ def test_a_head_for_another_model_or_other_weights(model, checkpoint, tmp_path):
     def said(name: str) -> str:
         lines: list[str] = []
         options = DraftOptions(head=str(tmp_path), tap_layers=(1, 2, 3))
-        Drafting(options).drafter(name, engine, checkpoint, lines.append)
+        drafting_of(options, model.config).drafter(name, engine, checkpoint, lines.append)
         return lines[0]
 
     assert said("tiny").startswith("warning: the draft head says it was made for owner/Some-Model")
@@ -137,7 +139,8 @@ def test_costs_are_kept_for_one_head_one_kind_of_shape_and_one_corpus(
     save_head(tmp_path / "eagle3", eagle3, {}, torch.float32)
 
     def tuning(folder=head_dir, documents=(), engine=engine, **options):
-        drafting = Drafting(DraftOptions(**{"head": str(folder), **options}), documents=documents)
+        options = DraftOptions(**{"head": str(folder), **options})
+        drafting = drafting_of(options, checkpoint.config, documents=documents)
         return drafting.drafter("x", engine, checkpoint, lambda line: None).tuning
 
     text = [[5, 6, 7, 8] * 9]

@@ -20,7 +20,6 @@ from fasteagle.loading import make_drafter as drafters
 from fasteagle.loading import quantize, source
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.heads.write import save_head
-from fasteagle.loading.make_drafter import Drafting
 from fasteagle.loading.open import open_model
 from fasteagle.loading.quantize import with_scheme
 from fasteagle.loading.source import Linears, quantize_head_
@@ -34,6 +33,7 @@ from fasteagle.shapes import TreeShape
 from helpers import (
     Dequantized,
     change_tensors,
+    drafting_of,
     edit_json,
     generated,
     invoke,
@@ -227,7 +227,7 @@ def test_a_draft_head_is_quantized_as_its_target(folder, tmp_path, monkeypatch):
         drafters, "quantize_head_", lambda head, scheme, native: methods.append(scheme.method)
     )
     options = DraftOptions("eagle", str(tmp_path / "head"))
-    Drafting(options).drafter("tiny", engine, checkpoint, lambda line: None)
+    drafting_of(options, checkpoint.config).drafter("tiny", engine, checkpoint, lambda line: None)
     assert methods == ["hqq"]
 
 

@@ -60,13 +60,8 @@ def own_layer(checkpoint: Checkpoint, path: Path | None) -> HeadFiles | None:
     return HeadFiles(path, "the model's own layer")
 
 
-def find_head(head: str | None, name: str, identity: str) -> HeadFiles | None:
-    """Find the draft head for model `name` with fingerprint `identity`, None if there is none.
-
-    `head` names one, see `named_head`. Raises `FasteagleError` if that does not exist.
-    """
-    if head is not None:
-        return named_head(head)
+def find_head(name: str, identity: str) -> HeadFiles | None:
+    """Find the draft head for model `name` with fingerprint `identity`, None if there is none."""
     cached = cache_dir() / "heads" / identity
     if (cached / "config.json").exists():
         return HeadFiles(cached, "calibrated here")
@@ -83,7 +78,7 @@ def may_find_head(name: str, checkpoint: Checkpoint) -> bool:
         return True
     if any((cache_dir() / "heads").glob("*/config.json")):  # perhaps of the quantized weights
         return True
-    return find_head(None, name, fingerprint(checkpoint)) is not None
+    return find_head(name, fingerprint(checkpoint)) is not None
 
 
 def named_head(head: str) -> HeadFiles:
