@@ -1,7 +1,7 @@
 """Times of one quantized linear at a time on a CUDA device, as shares of its copy bandwidth.
 
-python scripts/bench_kernels.py
-python scripts/bench_kernels.py --model llama2-7b --linears down --kernels int4-g128,fp16 --md
+    python scripts/bench_kernels.py
+    python scripts/bench_kernels.py --model llama2-7b --linears down --kernels int4-g128,fp16 --md
 
 Weights come from memory, not from the cache: a measurement cycles through copies that together are
 larger than the cache. One CUDA graph holds many calls, so that launches cost what they cost when
@@ -62,7 +62,7 @@ def positive(_: click.Context, option: click.Parameter, numbers: tuple[int, ...]
     return numbers
 
 
-@click.command(cls=Script)
+@click.command(cls=Script, help=__doc__)
 @click.option(
     "--model",
     "models",

@@ -1,7 +1,7 @@
 """Profile decode cycles on the device's own clock: kernels, idle time, captured passes.
 
-python scripts/profile_cycle.py --model llama2-7b
-python scripts/profile_cycle.py --model vicuna-33b --passes 1,16,32 --json profile.json
+    python scripts/profile_cycle.py --model llama2-7b
+    python scripts/profile_cycle.py --model vicuna-33b --passes 1,16,32 --json profile.json
 
 Weights are random, in the shape of a registry model. torch's profiler records every kernel with its
 begin and end, which stretches both: the share of idle time is computed from the time of a cycle
@@ -45,7 +45,7 @@ SHOWN = 25  # kernels, the longest first
 Event = tuple[str, float, float]  # a kernel, copy or fill: name, begin and end in microseconds
 
 
-@click.command(cls=Script)
+@click.command(cls=Script, help=__doc__)
 @click.option("--model", default="llama2-7b", show_default=True, help="Registry name.")
 @click.option("--precision", default="int4", show_default=True)
 @click.option("--kv", default="auto", show_default=True, help="auto or int8.")
@@ -66,7 +66,6 @@ def main(
     compile_: bool,
     json_path: Path | None,
 ) -> None:
-    """Profile plain cycles and drafting ones; see the module's docstring."""
     if json_path:
         require_writable(json_path)
     draft = RowSpec.parse(f"eagle@{tree}").draft_options(DraftOptions())

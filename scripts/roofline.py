@@ -1,9 +1,9 @@
 """Predicted speed of models on cards: captured cycles, their terms, and limits.
 
-python scripts/roofline.py --model llama2-7b,llama2-13b --device 3090,h100 --tau 3.6
-python scripts/roofline.py --model llama2-7b --precision fp16,int4 --tau 3.6 --batch 1,2,4,8
-python scripts/roofline.py --model llama2-7b --tau 3.6 --terms   # a cycle, term by term
-python scripts/roofline.py --model llama2-7b --tau 3.6 --rows plain,eagle   # bytes and FLOPs alone
+    python scripts/roofline.py --model llama2-7b,llama2-13b --device 3090,h100 --tau 3.6
+    python scripts/roofline.py --model llama2-7b --precision fp16,int4 --tau 3.6 --batch 1,2,4,8
+    python scripts/roofline.py --model llama2-7b --tau 3.6 --terms   # a cycle, term by term
+    python scripts/roofline.py --model llama2-7b --tau 3.6 --rows plain,eagle   # limits alone
 
 `int4` means the widest groups that fit the model; the default model's own file has int4-g32.
 """
@@ -50,7 +50,7 @@ LIMITS = (
 COUNTS = (1, 8, 16, 32, 64)  # rows of the table of products
 
 
-@click.command(cls=Script)
+@click.command(cls=Script, help=__doc__)
 @click.option("--model", default=DEFAULT_MODEL, help="Comma list: registry name, folder or file.")
 @click.option("--device", default="3090", show_default=True, help=f"Of {', '.join(DEVICES)}.")
 @click.option("--precision", default="int4", show_default=True, help="Comma list.")
@@ -77,7 +77,6 @@ def main(
     terms: bool,
     rows: str | None,
 ) -> None:
-    """Predict tokens per second; see the module's docstring for examples."""
     if terms and rows:
         raise FasteagleError("each prints tables of its own: give one of --terms, --rows")
     if min(batch) < 1:

@@ -1,11 +1,11 @@
 """Tokens per second of several ways to decode, on real prompts, in one run.
 
-python scripts/tokens_per_sec.py
-python scripts/tokens_per_sec.py --data questions.jsonl --limit 16 --rows hf,plain --md
-python scripts/tokens_per_sec.py --precision bf16,int8,int4 --json record.json --plot chart.png
-python scripts/tokens_per_sec.py --model llama2-7b --load-format dummy --rows plain,eagle \
-    --simulate-tau 3.6
-python scripts/tokens_per_sec.py --int4 --batch 1,2,4,8
+    python scripts/tokens_per_sec.py
+    python scripts/tokens_per_sec.py --data questions.jsonl --limit 16 --rows hf,plain --md
+    python scripts/tokens_per_sec.py --precision bf16,int8,int4 --json record.json --plot chart.png
+    python scripts/tokens_per_sec.py --model llama2-7b --load-format dummy --rows plain,eagle \
+        --simulate-tau 3.6
+    python scripts/tokens_per_sec.py --int4 --batch 1,2,4,8
 
 P50 / P99 are of the tokens after each answer's first ones: a token's time is that of its chunk
 (since the chunk before) divided by the tokens in the chunk. MBU: weights of the target, and keys
@@ -55,7 +55,7 @@ OF_ROWS = ("rows", "medusa", "tree_value", "rerank", "load_format", "simulate_ta
 OF_ROWS += ("save_outputs", "plot_path")
 
 
-@click.command(cls=Script)
+@click.command(cls=Script, help=__doc__)
 @groups(BENCH_MODEL, DRAFT, ROWS)
 @click.option(
     "--precision",
@@ -89,7 +89,6 @@ def main(
     md: bool,
     **settings: Any,
 ) -> None:
-    """Measure tokens per second; see the module's docstring for examples."""
     precisions = _precisions(precision, runtime_options)
     if batch is not None:
         _check_batch(batch)

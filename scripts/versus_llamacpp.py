@@ -1,8 +1,8 @@
 """Comparison of fasteagle and llama.cpp on one GGUF file: questions in turn, in one process.
 
-CMAKE_ARGS="-DGGML_NATIVE=ON" pip install --no-binary llama-cpp-python llama-cpp-python
-python scripts/versus_llamacpp.py --data questions.jsonl --limit 16
-python scripts/versus_llamacpp.py --model model.gguf --threads 4
+    CMAKE_ARGS="-DGGML_NATIVE=ON" pip install --no-binary llama-cpp-python llama-cpp-python
+    python scripts/versus_llamacpp.py --data questions.jsonl --limit 16
+    python scripts/versus_llamacpp.py --model model.gguf --threads 4
 
 All rows decode greedily from the same prompts, and every answer has `--max-new-tokens` tokens, or
 ends at the model's end of text. tok/s counts the tokens after each answer's first. llama.cpp is
@@ -108,7 +108,7 @@ class LlamaCpp(Decoder):
         return int(self._c.llama_sampler_sample(self._sampler, self._context, -1))
 
 
-@click.command(cls=Script)
+@click.command(cls=Script, help=__doc__)
 @click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Of a GGUF file.")
 @click.option("--data", type=FILE, help="JSONL of turns.")
 @click.option("--limit", type=int, help="Only the first N questions.")
@@ -125,7 +125,6 @@ def main(
     rows: str,
     json_path: Path | None,
 ) -> None:
-    """Compare the speed of fasteagle and llama.cpp; see the module's docstring."""
     runtime = RuntimeOptions(threads=threads)
     options = BenchOptions(
         model=model, rows=comma_list(rows), data=data, limit=limit, max_new_tokens=max_new_tokens

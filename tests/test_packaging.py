@@ -76,3 +76,5 @@ def test_symlinks_are_relative_and_point_to_the_packages():
 def test_every_script_says_what_it_takes(script):
     done = invoke("--help", main=importlib.import_module(script).main)
     assert done.exit_code == 0 and "--help" in done.output, done.output
+    examples = [line for line in done.output.splitlines() if "python scripts/" in line]
+    assert all(line.lstrip().startswith(("python ", "FASTEAGLE_")) for line in examples), examples

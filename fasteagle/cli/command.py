@@ -6,7 +6,9 @@ import atexit
 import contextlib
 import errno
 import gc
+import inspect
 import os
+import re
 import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -97,7 +99,12 @@ def _shown(parameter: click.Parameter) -> list[str]:
 
 
 class Script(click.Command):
-    """Command that reports errors a user can fix in one line."""
+    """Command that reports errors a user can fix in one line; its help keeps indented lines."""
+
+    def __init__(self, name: str | None, help: str | None = None, **settings: Any) -> None:
+        # click fills the lines of a paragraph unless it begins with \b.
+        help = help and re.sub(r"\n\n(?= {4})", "\n\n\b\n", inspect.cleandoc(help))
+        super().__init__(name, help=help, **settings)
 
     def make_context(self, *args: Any, **keywords: Any) -> click.Context:
         with _in_one_line():
