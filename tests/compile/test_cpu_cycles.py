@@ -62,7 +62,8 @@ def test_they_do_what_single_cycles_do(target, name, params, calls, monkeypatch)
         stats = engine.stats
         assert alone or (max(calls) == MOST_CYCLES and sum(calls) > stats.passes)
         assert stats.new_tokens == 90 and len(stats.cycle_seconds) == len(texts[1]) - 1
-        assert sum(stats.cycle_seconds) == pytest.approx(stats.decode_seconds, rel=0.05)
+        # The machine may take its time over the first token, too.
+        assert 0.5 < sum(stats.cycle_seconds) / stats.decode_seconds < 1.001
         assert min(stats.cycle_seconds) > 0 and 0 < stats.verify_seconds < stats.decode_seconds
         assert not (alone and calls)
         engines.append(engine)
