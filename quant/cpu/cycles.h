@@ -69,13 +69,15 @@ struct Chain {
 // Tokens to verify, and what the draft head promised of them.
 struct Drafted {
   std::vector<int64_t> tokens;
+  const Chain* chain = nullptr;  // of these tokens
   std::vector<double> promised;
   bool extended = false;  // whether the draft head has read the pending pairs
   double ms = 0.0;        // what drafting took, a share of what texts did together
 };
 
-// What the cycles of all texts have alike: how chains are drafted, and the policy's prices.
-struct Drafting {
+// What the cycles of all texts have alike: `How` in compile/cpu_cycles.py.
+struct How {
+  const Target& target;
   const Head* head;  // none: the lookup alone
   Tensor target_ids;
   int64_t depth, head_depth;     // longest chains
@@ -83,6 +85,8 @@ struct Drafting {
   double keep;                   // bound of a looked-up token's path probability
   std::optional<double> needed;  // gain of a looked-up chain that skips the head; none: any
   std::vector<double> verify, expand;
+  std::vector<int64_t> aux_layers;
+  Tensor features_like;  // of the type of features
 };
 
 // One text: what a cycle changes and reads of it.
@@ -100,7 +104,7 @@ double ms_between(Clock::time_point from, Clock::time_point to) {
 }
 
 // Drafts by the head for the texts at `places`.
-void draft_by_head(const Drafting& how, const std::vector<Writing>& texts,
+void draft_by_head(const How& how, const std::vector<Writing>& texts,
                    const std::vector<size_t>& places, std::vector<Drafted>& drafted) {
   TORCH_CHECK(how.head != nullptr, "a draft head or a lookup");
   const Clock::time_point begin = Clock::now();
@@ -138,7 +142,7 @@ void draft_by_head(const Drafting& how, const std::vector<Writing>& texts,
 
 // Drafts for every text: by its lookup, else by the head, which runs once for all that it drafts
 // for.
-std::vector<Drafted> draft(const Drafting& how, const std::vector<Writing>& texts) {
+std::vector<Drafted> draft(const How& how, const std::vector<Writing>& texts) {
   std::vector<Drafted> drafted(texts.size());
   if (!how.depth) return drafted;
   std::vector<size_t> places;
@@ -175,27 +179,27 @@ std::vector<int64_t> result_of(const State& state, int64_t depth) {
 
 // Runs a pass over the rows of texts `begin` to `end`, and the ends of their cycles. Returns the
 // milliseconds of the pass.
-double verify(const Target& target, const Drafting& how, std::vector<Writing>& texts,
-              const std::vector<Drafted>& drafted, const std::vector<const Chain*>& chains,
-              const std::vector<int64_t>& aux_layers, const Tensor& features_like, size_t begin,
-              size_t end) {
+double verify(const How& how, std::vector<Writing>& texts, const std::vector<Drafted>& drafted,
+              size_t begin, size_t end) {
   const Clock::time_point from = Clock::now();
   std::vector<Tensor> tokens, seq_lens, paths, depths, caches;
   for (size_t i = begin; i < end; i++) {
-    tokens.push_back(chains[i]->tree.tokens);
+    const Chain& chain = *drafted[i].chain;
+    tokens.push_back(chain.tree.tokens);
     seq_lens.push_back(texts[i].state.seq_len);
-    paths.push_back(chains[i]->paths);
-    depths.push_back(chains[i]->depths);
+    paths.push_back(chain.paths);
+    depths.push_back(chain.depths);
     caches.push_back(texts[i].state.rows);
   }
-  const auto [logits, features, aux_states] =
-      target.run_together(tokens, seq_lens, paths, depths, caches, aux_layers, features_like);
+  const auto [logits, features, aux_states] = how.target.run_together(
+      tokens, seq_lens, paths, depths, caches, how.aux_layers, how.features_like);
   const double ms = ms_between(from, Clock::now());
-  const Tensor& read = aux_layers.empty() ? features : aux_states;
+  const Tensor& read = how.aux_layers.empty() ? features : aux_states;
   for (int64_t i = begin, row = 0; i < (int64_t)end; i++) {
     const int64_t T = tokens[i - begin].numel();
-    finish_cycle(logits.narrow(0, row, T), read.narrow(0, row, T), chains[i]->tree, texts[i].state,
-                 texts[i].sampling, {how.depth, true, drafted[i].extended, how.width > 0});
+    finish_cycle(logits.narrow(0, row, T), read.narrow(0, row, T), drafted[i].chain->tree,
+                 texts[i].state, texts[i].sampling,
+                 {how.depth, true, drafted[i].extended, how.width > 0});
     row += T;
   }
   return ms;
@@ -203,26 +207,21 @@ double verify(const Target& target, const Drafting& how, std::vector<Writing>& t
 
 // Runs up to `n` cycles of every text: the last ones where one of them has a token of its `ends`,
 // its `most` tokens, or a row without a token. Returns those of each text, one after the other.
-std::vector<std::vector<Cycle>> run_cycles(const Target& target, const Drafting& how,
-                                           std::vector<Writing>& texts,
-                                           const std::vector<int64_t>& aux_layers,
-                                           const Tensor& features_like, int64_t n) {
+std::vector<std::vector<Cycle>> run_cycles(const How& how, std::vector<Writing>& texts, int64_t n) {
   const size_t B = texts.size();
   std::vector<std::vector<Cycle>> cycles(B);
-  std::vector<const Chain*> chains(B);
   std::vector<double> pass_ms(B);
   std::vector<int64_t> made(B);
   for (bool ended = false; !ended && (int64_t)cycles[0].size() < n;) {
     const Clock::time_point begin = Clock::now();
     std::vector<Drafted> drafted = draft(how, texts);
     for (size_t i = 0; i < B; i++)
-      chains[i] = &Chain::of(i, texts[i].state.root.item<int64_t>(), drafted[i].tokens,
-                             drafted[i].extended ? HEAD_SOURCE : LOOKUP_SOURCE);
+      drafted[i].chain = &Chain::of(i, texts[i].state.root.item<int64_t>(), drafted[i].tokens,
+                                    drafted[i].extended ? HEAD_SOURCE : LOOKUP_SOURCE);
     for (size_t first = 0, last = 0; first < B; first = last) {
       for (size_t rows = 0; last < B && rows + 1 + drafted[last].tokens.size() <= MAX_ROWS; last++)
         rows += 1 + drafted[last].tokens.size();
-      const double ms =
-          verify(target, how, texts, drafted, chains, aux_layers, features_like, first, last);
+      const double ms = verify(how, texts, drafted, first, last);
       std::fill(pass_ms.begin() + first, pass_ms.begin() + last, ms);
     }
     const double ms = ms_between(begin, Clock::now());

@@ -163,16 +163,19 @@ std::vector<std::vector<Cycle>> cycles(
         {each_state[i], each_sampling[i], own, std::nullopt, std::move(ends[i]), most[i]});
     if (own.table.defined()) texts[i].lookup.emplace(own.table, own.kept, corpus, longest);
   }
-  const Drafting how{head ? head->get() : nullptr,
-                     target_ids.value_or(Tensor()),
-                     depth,
-                     head_depth,
-                     width,
-                     keep,
-                     needed,
-                     std::move(verify),
-                     std::move(expand)};
-  return run_cycles(*target, how, texts, aux_layers, features_like, n);
+  const How how{*target,
+                head ? head->get() : nullptr,
+                target_ids.value_or(Tensor()),
+                depth,
+                head_depth,
+                width,
+                keep,
+                needed,
+                std::move(verify),
+                std::move(expand),
+                std::move(aux_layers),
+                features_like};
+  return run_cycles(how, texts, n);
 }
 
 // RMSNorm of fp32 rows [T, D] with weight [D] (fp32), independent for each row.
