@@ -27,13 +27,13 @@ SLOW = "start: A\nA: " + " & ".join(f"/.*a.{{{i}}}/" for i in range(60))
         ("json_schema", '{"type": "nonsense"}', "json_schema: "),
         ("grammar", "start: (", "grammar: 1"),
         ("grammar", RULES, "too complex to compile"),  # it ends the process
-        ("grammar", SLOW, "not compiled within 2 seconds"),
+        ("grammar", SLOW, "not compiled within 1 seconds"),
     ],
     ids=lambda value: value[:20],
 )
 def test_what_is_wrong_is_one_line(kind, text, part, monkeypatch):
     # A machine may be busy: what ends by itself has a minute.
-    monkeypatch.setattr(grammar_check, "TRIAL_SECONDS", 2 if text == SLOW else 60)
+    monkeypatch.setattr(grammar_check, "TRIAL_SECONDS", 1 if text == SLOW else 60)
     with pytest.raises(FasteagleError) as caught:
         grammar_check.try_grammar(kind, text)
     assert part in str(caught.value)

@@ -20,9 +20,8 @@ from helpers import invoke
 # How the process is begun and what stands around it: the exit codes of docs/chat.md, stderr as a
 # whole or a part of it. FIFO is a schema that is never written, and Ctrl-C comes while it is read.
 BEGUN = [
-    ("<&- 2>&-", "-p hi", 0, ""),
     ("| true", "-p hi --quiet", 1, "^$"),
-    ("2> >(true)", "-p hi", 0, ""),  # who reads the remarks has left: the answer comes
+    ("<&- 2> >(true)", "-p hi", 0, ""),  # who reads the remarks has left: the answer comes
     ("", "-p hi --json-schema FIFO", 1, "^\nAborted!\n$"),
     (">/dev/full", "-p hi", 2, "Error: disk full: free some space where the output goes\n$"),
 ]
@@ -63,14 +62,21 @@ def test_ctrl_c_while_the_command_is_imported(tmp_path):
     assert (done.returncode, done.stderr) == (1, b"\nAborted!\n")
 
 
-@pytest.mark.parametrize(("stream", "options"), [("stdin", []), ("stdout", ["-p", "hi"])])
-def test_a_stream_that_is_closed(stream, options, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("stream", "options", "code", "message"),
+    [
+        ("stdin", [], 2, "^Error: standard input is closed: give the prompt after -p\n$"),
+        ("stdout", ["-p", "hi"], 2, "^Error: standard output is closed: give .*\n$"),
+        ("stderr", ["-p", "hi", "--max-new-tokens", "3"], 0, "^$"),
+    ],
+)
+def test_a_stream_that_is_closed(tiny_dir, stream, options, code, message, monkeypatch, capsys):
     monkeypatch.setattr(sys, stream, None)
     with pytest.raises(SystemExit) as ended:
-        main(["chat", *options])
-    name = {"stdin": "standard input", "stdout": "standard output"}[stream]
-    error = capsys.readouterr().err
-    assert ended.value.code == 2 and re.match(f"Error: {name} is closed: give .*\n$", error), error
+        main(["chat", "--model", str(tiny_dir), *options])
+    said = capsys.readouterr()
+    assert ended.value.code == code and re.match(message, said.err), said.err
+    assert bool(said.out) == (code == 0) and "loaded in" not in said.out  # but the answer
 
 
 @pytest.mark.parametrize("place", ["a file", "read-only"])
