@@ -257,6 +257,7 @@ class CapturedRunner(Runner):
     def _try_capture(
         self, step: Callable[[], Any], restore: Callable[[], None], variant: Any
     ) -> Callable[[], None]:
+        self.captures += 1
         try:
             with COMPILING:
                 return self._graphs.capture(step, restore)

@@ -178,11 +178,14 @@ class Batch(Generic[Key, Item]):
             return self._advance(prompts[0])
         begin = time.perf_counter()
         runners = [run.engine.runner for run in decoding.values()]
+        captures = sum(runner.captures for runner in runners)
         waiting = [runner for runner in runners if runner.queued]
         passes = run_together(waiting) if waiting else 0
         if waiting and not waiting[0].defers:  # they take turns from now on
             self._regroup()
         items = [item for key in decoding for item in self._advance(key)]
+        if sum(runner.captures for runner in runners) > captures:
+            passes = 0  # to be timed: one capture takes as long as many
         self._company.end_passes(passes, 1e3 * (time.perf_counter() - begin))
         if not prompts:
             self._credit = 0.0

@@ -41,6 +41,7 @@ class Runner:
     ahead = 0  # cycles that the device has still to run when one is read
     at_once = 1  # cycles that one call may run
     fixed_addresses = False  # whether caches must not move: they have their full size then
+    captures = 0  # of graphs, tried so far
     few_rows = 0  # up to so many rows of a prompt are replayed passes of 64
 
     def __init__(self, backend: Backend, state: DecodeState) -> None:

@@ -16,22 +16,22 @@ from fake_cuda import FakeCuda
 from fasteagle.batch import Batch
 from fasteagle.compile import split_cycles
 from fasteagle.compile.cuda_graphs import CudaGraphs
-from fasteagle.compile.cuda_pass import ROWS, SEQUENCES, CudaPass, Shape
 from fasteagle.compile.cycles import CycleCompiler
 from fasteagle.compile.graphs import MOST_KINDS, CapturedRunner
 from fasteagle.decoding.backend import Backend
 from fasteagle.decoding.cycle import EAGER
 from fasteagle.decoding.launch import Launch
 from fasteagle.decoding.together import verify_together as together_of
+from fasteagle.drafting.company import Company
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.generate import Engine
-from fasteagle.model import Output, Target
+from fasteagle.model import Target
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import TreeShape
 from helpers import Even, finished, generated, random_head, random_target, tiny_config
-from replaying import FakePlace, PooledGraphs, ReplayingBackend
+from replaying import FakeGraphs, FakePlace, PooledGraphs, ReplayingBackend
 
 GREEDY, DRAWN = SamplingParams(), SamplingParams(0.8, seed=3)
 PROMPTS = [[5, 6, 7, 8] * 4, [5, 6, 7] * 3, [9, 9, 9]]
@@ -229,6 +229,27 @@ def test_the_time_of_a_shared_pass_is_none_of_a_cycle_alone(engine):
     assert any(alone[engine.runner]) and any(shared[engine.runner]), "the longer text ends alone"
 
 
+def test_passes_in_which_something_is_captured_are_not_timed(engine):
+    """A size of trees that is tried for the first time would seem slow."""
+    captured, steps, capture = [], [], FakeGraphs.capture
+
+    def counted(graphs, *work):
+        captured.append(graphs)
+        return capture(graphs, *work)
+
+    def end_passes(company, passes, ms):
+        steps.append((passes, len(captured)))
+        captured.clear()
+
+    with (
+        mock.patch.object(FakeGraphs, "capture", counted),
+        mock.patch.object(Company, "end_passes", end_passes),
+    ):
+        together(engine)
+    assert any(n for _, n in steps) and not any(passes for passes, n in steps if n)
+    assert sum(passes for passes, _ in steps) > len(steps) // 2
+
+
 def test_parts_that_cannot_be_captured_run_without_a_graph(engine):
     expected, _ = together(engine)
     graphs = [engine.runner.graphs]
@@ -315,80 +336,3 @@ def test_captures_of_passes_are_counted_like_those_of_cycles(monkeypatch):
         assert cuda.refused == refused and runner.error.startswith(cuda.reason)
     cuda.refusing = 0
     assert runner.capture_pass(lambda: None, (None, "another")) is not None
-
-
-class Passes(CudaPass):
-    """Counts and describes passes, which yield the number of the run."""
-
-    def __init__(self) -> None:
-        super().__init__(SimpleNamespace())
-        self.made: list[Shape] = []
-
-
-@pytest.fixture
-def passes(monkeypatch):
-    made = Passes()
-
-    class Shared:
-        def __init__(self, target, shape, rows) -> None:
-            made.made.append(shape)
-            self.runs, self.shape = 0, shape
-
-        def load(self, members) -> None:
-            self.loaded = members
-
-        def compute(self) -> Output:
-            self.runs += 1
-            rows = torch.arange(self.shape.rows).unsqueeze(1) + 100 * self.runs
-            return Output(rows, rows)
-
-    monkeypatch.setattr("fasteagle.compile.cuda_pass.SharedPass", Shared)
-    return made
-
-
-def sequences(sizes):
-    cache = SimpleNamespace(n_slots=256, rows=torch.zeros(1))
-    ints = torch.zeros((), dtype=torch.long)
-    states = [SimpleNamespace(seq_len=ints, cache=cache, aux_layers=()) for _ in sizes]
-    rows = [torch.zeros(n, dtype=torch.long) for n in sizes]
-    proposals = [
-        SimpleNamespace(tree=SimpleNamespace(tokens=row), depths=row, paths=row) for row in rows
-    ]
-    return states, proposals
-
-
-def test_a_pass_is_captured_once_for_rows_and_sequences_rounded_up(passes):
-    variants = []
-
-    def capture(step, variant):
-        variants.append(variant)
-        return step
-
-    for sizes in ([1, 1], [2, 1, 1], [1, 1, 2], [5, 8], [16, 1, 1, 1], [3, 4, 5, 1]):
-        outputs = passes(*sequences(sizes), capture)
-        assert [len(output.logits) for output in outputs] == sizes
-        first = int(outputs[0].logits[0])
-        together = torch.cat([output.logits for output in outputs])
-        assert together.flatten().tolist() == [*range(first, first + sum(sizes))]
-    assert [shape[:2] for shape in passes.made] == [(2, 2), (4, 4), (16, 2), (32, 4), (16, 4)]
-    assert len(variants) == 5 and passes.is_captured
-    assert {shape.rows for shape in passes.made} <= {*ROWS}
-    assert {shape.sequences for shape in passes.made} <= {*SEQUENCES}
-
-
-def test_more_than_a_pass_takes_are_several_passes(passes):
-    """Of the same shape: the second one must not change what the first one has yielded."""
-    outputs = passes(*sequences([20, 20, 20, 20]), lambda step, variant: step)
-    assert [shape.rows for shape in passes.made] == [64, 32]
-    outputs = passes(*sequences([30, 30, 30, 30]), lambda step, variant: step)
-    firsts = [int(output.logits[0]) for output in outputs]
-    assert len({*firsts}) == 4 and [len(output.logits) for output in outputs] == [30] * 4
-    for n in (9, 16, 33):  # as when data for training is written, with a row of each
-        outputs = passes(*sequences([1] * n), lambda step, variant: step)
-        assert [len(output.logits) for output in outputs] == [1] * n
-        assert {shape.sequences for shape in passes.made} <= {*SEQUENCES}
-
-
-def test_a_pass_that_is_not_captured_runs_and_says_so(passes):
-    outputs = passes(*sequences([2, 3]), lambda step, variant: None)
-    assert [len(output.logits) for output in outputs] == [2, 3] and not passes.is_captured

@@ -1,0 +1,91 @@
+"""Passes over several sequences on CUDA: which of them are one pass, and of which shape.
+
+`test_interpreted_sequences.py` has results.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fasteagle.compile.cuda_pass import ROWS, SEQUENCES, CudaPass, Shape
+from fasteagle.model import Output
+
+
+class Passes(CudaPass):
+    """Counts and describes passes, which yield the number of the run."""
+
+    def __init__(self) -> None:
+        super().__init__(SimpleNamespace())
+        self.made: list[Shape] = []
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    made = Passes()
+
+    class Shared:
+        def __init__(self, target, shape, rows) -> None:
+            made.made.append(shape)
+            self.runs, self.shape = 0, shape
+
+        def load(self, members) -> None:
+            self.loaded = members
+
+        def compute(self) -> Output:
+            self.runs += 1
+            rows = torch.arange(self.shape.rows).unsqueeze(1) + 100 * self.runs
+            return Output(rows, rows)
+
+    monkeypatch.setattr("fasteagle.compile.cuda_pass.SharedPass", Shared)
+    return made
+
+
+def sequences(sizes):
+    cache = SimpleNamespace(n_slots=256, rows=torch.zeros(1))
+    ints = torch.zeros((), dtype=torch.long)
+    states = [SimpleNamespace(seq_len=ints, cache=cache, aux_layers=()) for _ in sizes]
+    rows = [torch.zeros(n, dtype=torch.long) for n in sizes]
+    proposals = [
+        SimpleNamespace(tree=SimpleNamespace(tokens=row), depths=row, paths=row) for row in rows
+    ]
+    return states, proposals
+
+
+def test_a_pass_is_captured_once_for_rows_and_sequences_rounded_up(passes):
+    variants = []
+
+    def capture(step, variant):
+        variants.append(variant)
+        return step
+
+    for sizes in ([1, 1], [2, 1, 1], [1, 1, 2], [5, 8], [16, 1, 1, 1], [3, 4, 5, 1]):
+        outputs = passes(*sequences(sizes), capture)
+        assert [len(output.logits) for output in outputs] == sizes
+        first = int(outputs[0].logits[0])
+        together = torch.cat([output.logits for output in outputs])
+        assert together.flatten().tolist() == [*range(first, first + sum(sizes))]
+    assert [shape[:2] for shape in passes.made] == [(2, 2), (4, 4), (16, 2), (32, 4), (16, 4)]
+    assert len(variants) == 5 and passes.is_captured
+    assert {shape.rows for shape in passes.made} <= {*ROWS}
+    assert {shape.sequences for shape in passes.made} <= {*SEQUENCES}
+
+
+def test_more_than_a_pass_takes_are_several_passes(passes):
+    """Of the same shape: the second one must not change what the first one has yielded."""
+    outputs = passes(*sequences([20, 20, 20, 20]), lambda step, variant: step)
+    assert [shape.rows for shape in passes.made] == [64, 32]
+    outputs = passes(*sequences([30, 30, 30, 30]), lambda step, variant: step)
+    firsts = [int(output.logits[0]) for output in outputs]
+    assert len({*firsts}) == 4 and [len(output.logits) for output in outputs] == [30] * 4
+    for n in (9, 16, 33):  # as when data for training is written, with a row of each
+        outputs = passes(*sequences([1] * n), lambda step, variant: step)
+        assert [len(output.logits) for output in outputs] == [1] * n
+        assert {shape.sequences for shape in passes.made} <= {*SEQUENCES}
+
+
+def test_a_pass_that_is_not_captured_runs_and_says_so(passes):
+    outputs = passes(*sequences([2, 3]), lambda step, variant: None)
+    assert [len(output.logits) for output in outputs] == [2, 3] and not passes.is_captured
