@@ -135,7 +135,18 @@ def _data(
     for path in run.data:
         note_other_writer(path, opened.name, fingerprint(opened.checkpoint))
     max_len = min(run.max_len, runtime_options.seq_len_for(config.max_seq_len, opened.name))
-    return [c for path in run.data for c in read_conversations(path, config.vocab_size, max_len)]
+    data = [c for path in run.data for c in read_conversations(path, config.vocab_size, max_len)]
+    if run.prompts is None:
+        _require_enough(data, run.held_out)
+    return data
+
+
+def _require_enough(conversations: list[Conversation], held_out: int) -> None:
+    if len(conversations) <= held_out:
+        raise FasteagleError(
+            f"{len(conversations)} conversations are too few to hold {held_out} out: "
+            "give more text, or a smaller --held-out"
+        )
 
 
 def _conversations(runtime: Runtime, run: TrainRun, data: list[Conversation]) -> list[Conversation]:
@@ -150,11 +161,7 @@ def _conversations(runtime: Runtime, run: TrainRun, data: list[Conversation]) ->
         max_len = min(run.max_len, runtime.engine.max_seq_len)
         vocab_size = runtime.checkpoint.config.vocab_size
         conversations = data + read_conversations(out, vocab_size, max_len)
-    if len(conversations) <= run.held_out:
-        raise FasteagleError(
-            f"{len(conversations)} conversations are too few to hold {run.held_out} out: "
-            "give more text, or a smaller --held-out"
-        )
+        _require_enough(conversations, run.held_out)
     return conversations
 
 
