@@ -140,7 +140,7 @@ def main(
     measured = [Row("llama.cpp", "file", theirs, path.stat().st_size)]
     measured += build_rows("auto", options, opened, runtime)
     device = torch.device("cpu")
-    warm_up(measured, questions[0], opened.tokenizer)
+    warm_up(measured, questions, opened.tokenizer)
     for number, question in enumerate(with_speeds(questions, measured), 1):
         # The first one pays for whatever ran before: everybody is it once.
         turn = number % len(measured)

@@ -40,6 +40,9 @@ class Decoder:
     def turn(self, prompt: list[int], max_new_tokens: int) -> Turn:
         raise NotImplementedError
 
+    def check(self, prompt: list[int]) -> None:
+        """Do nothing: this decoder has no limit of its own."""
+
     def restart(self) -> None:
         """Do nothing: this decoder keeps nothing of a conversation."""
 
@@ -59,6 +62,9 @@ class LLMDecoder(Decoder):
 
     def __init__(self, llm: LLM, params: SamplingParams) -> None:
         self.llm, self.engine, self.params = llm, llm.engine, params
+
+    def check(self, prompt: list[int]) -> None:
+        self.engine.check_prompt(prompt)
 
     def restart(self) -> None:
         self.engine.restart()

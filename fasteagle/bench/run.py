@@ -62,7 +62,7 @@ def run(
         group = []
         for precision, specs in parts:
             group += build_rows(precision, options, opened, runtime, specs)
-        warm_up(group, questions[0], opened.tokenizer)
+        warm_up(group, questions, opened.tokenizer)
         for row in group:
             if reason := row.decoder.uncaptured():
                 note(f"warning: {row.name} {row.precision} runs without CUDA graphs: {reason}")
@@ -223,10 +223,14 @@ def _tune(rows: Sequence[Row], options: BenchOptions, kind: SamplingMode) -> Non
                 note(f"{row.precision}: tuned in {tuned[1]:.1f} s (0: by an earlier run)")
 
 
-def warm_up(rows: Sequence[Row], question: Question, tokenizer: ChatTokenizer) -> None:
-    prompt = tokenizer.encode(tokenizer.render([{"role": "user", "content": question.turns[0]}]))
+def warm_up(rows: Sequence[Row], questions: Sequence[Question], tokenizer: ChatTokenizer) -> None:
+    """Begin to answer the first question; raise `FasteagleError` if one of them is too long."""
+    firsts: list[list[Message]] = [[{"role": "user", "content": q.turns[0]}] for q in questions]
+    prompts = [tokenizer.encode(tokenizer.render(messages)) for messages in firsts]
     for row in rows:
-        row.decoder.turn(prompt, WARM_UP_TOKENS)
+        for prompt in prompts:
+            row.decoder.check(prompt)
+        row.decoder.turn(prompts[0], WARM_UP_TOKENS)
 
 
 def with_speeds(questions: Sequence[Question], rows: Sequence[Row]) -> Iterator[Question]:

@@ -25,7 +25,7 @@ from fasteagle.loading.open import open_model
 from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.options import DraftOptions, RuntimeOptions
 from fasteagle.prompts import read_questions
-from helpers import raising
+from helpers import raising, write_questions
 
 CPU = RuntimeOptions(device="cpu")
 
@@ -147,6 +147,15 @@ def test_what_cannot_run_is_refused_before_weights_are_loaded(tiny_dir, question
     for rows, message in ((("plain", "eagle=nowhere/at/all"), "nowhere"), (("eagle",), "no draft")):
         with pytest.raises(FasteagleError, match=message):
             measure(tiny_dir, questions, rows=rows)
+
+
+def test_a_question_that_is_too_long_is_refused_before_any_is_answered(
+    tiny_dir, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(bench, "answer", lambda *args: pytest.fail("answered"))
+    questions = write_questions(tmp_path / "long.jsonl", ["short"], ["much too long " * 50])
+    with pytest.raises(FasteagleError, match="the prompt is too long"):
+        measure(tiny_dir, questions, rows=("plain",))
 
 
 def test_rows_take_turns_and_each_has_its_own_history(tiny_dir, questions, monkeypatch):
