@@ -55,13 +55,6 @@ def names(known: Sequence[str]) -> Callable[[click.Context, click.Parameter, str
     return read
 
 
-def positive(_: click.Context, option: click.Parameter, numbers: tuple[int, ...]) -> Any:
-    """Return `numbers`; refuse those below 1."""
-    if min(numbers) < 1:
-        raise click.BadParameter(f"{min(numbers)} is out of range: use >= 1")
-    return numbers
-
-
 @click.command(cls=Script, help=__doc__)
 @click.option(
     "--model",
@@ -83,8 +76,7 @@ def positive(_: click.Context, option: click.Parameter, numbers: tuple[int, ...]
     "counts",
     default="1,2,4,8,16,32,64",
     show_default=True,
-    type=Numbers(),
-    callback=positive,
+    type=Numbers(least=1),
     help="Comma list of the rows M of x.",
 )
 @click.option(

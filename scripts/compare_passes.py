@@ -33,7 +33,7 @@ READY = "ready"
 @click.command(cls=Script, help=__doc__)
 @click.argument("other", type=UserPath(exists=True, file_okay=False))
 @model_options
-@click.option("--rows", default="1,2,4,8,16,32", show_default=True, type=Numbers())
+@click.option("--rows", default="1,2,4,8,16,32", show_default=True, type=Numbers(least=1))
 @click.option("--rounds", default=40, show_default=True, type=click.IntRange(1))
 @click.option("--serve", is_flag=True, hidden=True)
 def main(

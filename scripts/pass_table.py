@@ -26,7 +26,7 @@ BLOCK, WARM = 40, 10  # passes of equal rows in a row, of which the first are no
 
 @click.command(cls=Script, help=__doc__)
 @model_options
-@click.option("--rows", default="1,2,3,4,5,6,8,12,16", show_default=True, type=Numbers())
+@click.option("--rows", default="1,2,3,4,5,6,8,12,16", show_default=True, type=Numbers(least=1))
 def main(model: str, runtime_options: RuntimeOptions, rows: tuple[int, ...]) -> None:
     engine = open_model(model, runtime_options).loaded(runtime_options).engine
     phases = torch.ops.fasteagle_cpu.phases

@@ -51,7 +51,9 @@ Event = tuple[str, float, float]  # a kernel, copy or fill: name, begin and end 
 @click.option("--kv", default="auto", show_default=True, help="auto or int8.")
 @click.option("--device", default="cuda", show_default=True)
 @click.option("--tree", default="5/4/15", show_default=True, help="DEPTH/TOPK/NODES of drafts.")
-@click.option("--passes", default="1,16,32", show_default=True, type=Numbers(), help="Of rows.")
+@click.option(
+    "--passes", default="1,16,32", show_default=True, type=Numbers(least=1), help="Of rows."
+)
 @click.option("--cycles", default=16, show_default=True, help="Profiled, and timed.")
 @click.option("--compile/--no-compile", "compile_", default=True, show_default=True)
 @click.option("--json", "json_path", type=FILE)

@@ -54,7 +54,7 @@ COUNTS = (1, 8, 16, 32, 64)  # rows of the table of products
 @click.option("--model", default=DEFAULT_MODEL, help="Comma list: registry name, folder or file.")
 @click.option("--device", default="3090", show_default=True, help=f"Of {', '.join(DEVICES)}.")
 @click.option("--precision", default="int4", show_default=True, help="Comma list.")
-@click.option("--batch", default="1", type=Numbers(), help="Sequences that share a pass.")
+@click.option("--batch", default="1", type=Numbers(least=1), help="Sequences that share a pass.")
 @click.option("--context", default=1024, show_default=True, type=click.IntRange(0))
 @click.option("--tau", default=2.3, show_default=True, help="Tokens per cycle of rows that draft.")
 @click.option("--tree-depth", default=5, show_default=True)
@@ -79,8 +79,6 @@ def main(
 ) -> None:
     if terms and rows:
         raise FasteagleError("each prints tables of its own: give one of --terms, --rows")
-    if min(batch) < 1:
-        raise FasteagleError(f"batch {min(batch)} is out of range: use 1 or more")
     lists = comma_list(model), comma_list(device), comma_list(precision), batch
     cases = [Case.of(*names, context) for names in itertools.product(*lists)]
     if rows:

@@ -48,12 +48,19 @@ class Numbers(click.ParamType):
 
     name = "numbers"
 
+    def __init__(self, least: int | None = None) -> None:
+        self._least = least
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
             numbers = tuple(int(part) for part in comma_list(value))
         except ValueError:
             numbers = ()
-        return numbers or self.fail(f"{value!r} is no list of numbers like 2,15,27", param, ctx)
+        if not numbers:
+            self.fail(f"{value!r} is no list of numbers like 2,15,27", param, ctx)
+        if self._least is not None and min(numbers) < self._least:
+            self.fail(f"{min(numbers)} is out of range: use >= {self._least}", param, ctx)
+        return numbers
 
 
 class Words(click.Choice[str]):

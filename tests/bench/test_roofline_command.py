@@ -119,7 +119,7 @@ def test_batches_with_what_fits_the_card():
         (["--terms", "--rows", "plain"], "give one of --terms, --rows"),
         (["--terms", "--precision", "bf16"], "terms are those of quantized weights"),
         (["--terms", "--tau", "7"], "tau 7 is out of range for eagle"),
-        (["--batch", "1,0"], "batch 0 is out of range: use 1 or more"),
+        (["--batch", "1,0"], "'--batch': 0 is out of range: use >= 1"),
         (["--precision", "int4,fp32"], "fp32: cycles are predicted in 16 bits and below"),
         (["--precision", "int4-lm4"], "int4-lm4: cycles are predicted with an int8 LM head"),
         (["--precision", "int3"], "quantization 'int3': 3 bits have no kernel"),
