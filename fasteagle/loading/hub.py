@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import fnmatch
-import json
 import re
 import shutil
 import subprocess
@@ -17,6 +16,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from fasteagle.config_fields import parse_json_file
 from fasteagle.errors import FasteagleError, first_line
 from fasteagle.paths import require_free_space
 
@@ -117,7 +117,7 @@ def _is_complete(path: Path) -> bool:
             return True
         if index.exists():
             try:
-                names = set(json.loads(index.read_text())["weight_map"].values())
+                names = set(parse_json_file(index)["weight_map"].values())
                 return all((path / name).exists() for name in names)
             except (ValueError, KeyError, TypeError, AttributeError):
                 return False  # damaged

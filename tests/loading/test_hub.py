@@ -92,6 +92,7 @@ def test_a_download_that_was_cut_off_is_resumed(hub_cache, tmp_path, monkeypatch
                 ('{"weight_map": {"t": "a"', False),
                 ("{}", False),
                 ("[]", False),
+                ("[" * 100_000, False),
             )
         ),
     ],
