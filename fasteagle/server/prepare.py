@@ -190,7 +190,8 @@ class Planner:
         """Return the conversation as the model's template writes it."""
         most = self._llm.engine.max_seq_len  # none takes less than a token
         if len(messages) > most:
-            raise BadParameterError("messages", f"{len(messages):,} are more than {most:,} tokens")
+            reason = f"{len(messages):,} are more than {most:,} tokens: shorten them"
+            raise BadParameterError("messages", reason, TOO_LONG)
         dialogue = for_template(messages)
         template = self._llm.tokenizer.template_for(dialogue, tools)
         for i, message in enumerate(messages):

@@ -223,7 +223,7 @@ class ResponseFormat(Strict):
 
 class ChatRequest(Sampled):
     messages: Messages = Field(min_length=1)
-    max_completion_tokens: int | None = None
+    max_completion_tokens: int | None = Field(None, ge=1)
     modalities: Many[Literal["text"]] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)

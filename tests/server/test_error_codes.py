@@ -8,6 +8,7 @@ import pytest
 HELLO = [{"role": "user", "content": "hello"}]
 LONG = [{"role": "user", "content": "x" * 3000}]
 HUGE = [{"role": "user", "content": "x" * 10**6}]
+MANY = HELLO * 2049
 
 
 @pytest.mark.parametrize(
@@ -18,6 +19,7 @@ HUGE = [{"role": "user", "content": "x" * 10**6}]
         ("/v1/completions", {"prompt": "x" * 10**6}, "prompt", "context_length_exceeded"),
         ("/v1/completions", {"prompt": [1] * 2048}, "prompt", "context_length_exceeded"),
         ("/v1/chat/completions", {"messages": HUGE}, "messages", "context_length_exceeded"),
+        ("/v1/chat/completions", {"messages": MANY}, "messages", "context_length_exceeded"),
         ("/v1/chat/completions", {"messages": [{"role": "system"}]}, "messages.0.content", None),
         ("/v1/completions", {"prompt": ""}, "prompt", None),
         ("/v1/completions", {"prompt": "a", "model": "gpt-5"}, None, "model_not_found"),
@@ -36,6 +38,7 @@ def test_agents_can_tell_what_is_wrong(live, path, body, param, code):
     [
         ({"top_p": 1.5}, "top_p 1.5 is out of range"),
         ({"max_tokens": 0}, "max_tokens 0 is out of range"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens: Input should be greater than"),
         ({"messages": [1]}, "messages.0: Input should be an object"),
         ([1], "Input should be an object"),
     ],
