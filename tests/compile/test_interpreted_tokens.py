@@ -116,7 +116,10 @@ def test_candidates_of_no_score_at_all_are_none():
     ("W", "V", "k"), rest_slow([(4, 5000, 10), (1, 60, 4), (3, 2048, 1), (2, 40000, 3)])
 )
 def test_the_best_children(W, V, k):
-    logits = 3 * torch.randn(W, V + 3, generator=torch.Generator().manual_seed(V))[:, :V]
+    wider = 3 * torch.randn(W, V + 3, generator=torch.Generator().manual_seed(V))
+    logits = wider[:, :V]
+    logits[0] += 200
+    logits[1:2] -= 200
     expected = top_children(logits, k)
     result = draft_kernels.top_children(logits, k)
     assert torch.equal(result[0], expected[0])
