@@ -14,9 +14,8 @@ from fasteagle.generate import Engine
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.options import SamplingParams
 from fasteagle.shapes import TreeShape
-from helpers import make_hf_model, random_head, verify_rows
+from helpers import GREEDY, generated, make_hf_model, random_head, verify_rows
 
-GREEDY = SamplingParams()
 SAMPLED = SamplingParams(0.9, top_p=0.95, repetition_penalty=1.2, seed=11)
 PROMPT = [5, 9, 200, 17, 33, 8, 120, 64]
 
@@ -24,10 +23,6 @@ PROMPT = [5, 9, 200, 17, 33, 8, 120, 64]
 @pytest.fixture
 def engine(model):
     return Engine(model, max_seq_len=512)
-
-
-def tokens(engine, prompt, params=GREEDY, n=40, eos=frozenset()):
-    return [t for ids in engine.generate(prompt, params, n, eos) for t in ids]
 
 
 @pytest.mark.parametrize(
@@ -47,34 +42,34 @@ def test_greedy_equals_transformers(family, penalty, tmp_path):
         pad_token_id=0,
     )
     params = SamplingParams(repetition_penalty=penalty)
-    assert tokens(Engine(ours, 256), PROMPT, params) == expected[0, len(PROMPT) :].tolist()
+    assert generated(Engine(ours, 256), 40, PROMPT, params) == expected[0, len(PROMPT) :].tolist()
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED])
 def test_a_long_run_equals_computing_every_prefix_anew(engine, model, params):
     """Crosses a cache step (256 slots); the penalty sees prompt and answer."""
     prompt = PROMPT * 30
-    out = tokens(engine, prompt, params, n=40)
+    out = generated(engine, 40, prompt, params)
     for i in (0, 1, 15, 16, 17, 39):
-        assert tokens(Engine(model, 512), prompt + out[:i], params, n=1) == out[i : i + 1]
+        assert generated(Engine(model, 512), 1, prompt + out[:i], params) == out[i : i + 1]
 
 
 def test_another_seed_gives_another_text(engine):
     other = dataclasses.replace(SAMPLED, seed=12)
-    assert tokens(engine, PROMPT, SAMPLED) != tokens(engine, PROMPT, other)
+    assert generated(engine, 40, PROMPT, SAMPLED) != generated(engine, 40, PROMPT, other)
 
 
 def test_timing_passes_leaves_the_conversation_alone(engine, model):
-    before = tokens(engine, PROMPT, n=10)
+    before = generated(engine, 10, PROMPT)
     for rows in (1, 2):
         Measurement(engine, None).verify(rows)
-    again = tokens(engine, PROMPT + before, n=10)
+    again = generated(engine, 10, PROMPT + before)
     assert engine.stats.cached_tokens == len(PROMPT) + 9
-    assert again == tokens(Engine(model, 512), PROMPT + before, n=10)
+    assert again == generated(Engine(model, 512), 10, PROMPT + before)
 
 
 def test_follow_ups_and_changed_histories_compute_what_differs(engine, model):
-    answer = tokens(engine, PROMPT, n=20)
+    answer = generated(engine, 20, PROMPT)
     follow_up = PROMPT + answer + [3, 4, 5]
     # The last token of an answer was drawn but never run through the model.
     for prompt, n_cached in (
@@ -83,7 +78,7 @@ def test_follow_ups_and_changed_histories_compute_what_differs(engine, model):
         (PROMPT[:3], 2),  # all cached: the last one runs again, for its feature
         (PROMPT[:3], 2),
     ):
-        assert tokens(engine, prompt, n=20) == tokens(Engine(model, 512), prompt, n=20)
+        assert generated(engine, 20, prompt) == generated(Engine(model, 512), 20, prompt)
         assert engine.stats.cached_tokens == n_cached
 
 
@@ -92,12 +87,12 @@ def test_chunks_of_a_prompt_are_longer_on_a_gpu(model, monkeypatch):
     prompt = PROMPT * 20
     drafter = EagleDrafter(random_head(model), TreeShape(3, 3, 8), 512)
     engine = Engine(model, 512, drafter=drafter)
-    whole, lengths = tokens(engine, prompt), engine.stats.path_lengths
+    whole, lengths = generated(engine, 40, prompt), engine.stats.path_lengths
     assert engine.prefill_chunk == 256
     monkeypatch.setattr("fasteagle.decoding.context.HEAD_CHUNK", 7)
     monkeypatch.setattr(Engine, "prefill_chunk", 31)
     other = Engine(model, 512, drafter=EagleDrafter(drafter.head, TreeShape(3, 3, 8), 512))
-    assert tokens(other, prompt) == whole and other.stats.path_lengths == lengths
+    assert generated(other, 40, prompt) == whole and other.stats.path_lengths == lengths
     monkeypatch.undo()
     engine.on_cpu = False
     assert engine.prefill_chunk == 1024
@@ -112,31 +107,31 @@ def test_generator_closed_or_broken_off_leaves_the_engine_usable(engine, model):
     next(cycles)
     with pytest.raises(KeyboardInterrupt):
         cycles.throw(KeyboardInterrupt)
-    expected = tokens(Engine(model, 512), PROMPT, n=20)
+    expected = generated(Engine(model, 512), 20, PROMPT)
     assert part == expected[:6]
-    assert tokens(engine, PROMPT, n=20) == expected
+    assert generated(engine, 20, PROMPT) == expected
 
 
 def test_ends_with_eos_and_yields_it(engine):
-    free = tokens(engine, PROMPT, n=10)
-    out = tokens(engine, PROMPT, n=10, eos=frozenset({free[4], 259}))
+    free = generated(engine, 10, PROMPT)
+    out = generated(engine, 10, PROMPT, eos_ids=frozenset({free[4], 259}))
     assert out == free[: free.index(free[4]) + 1]
     assert engine.stats.finish == "eos"
 
 
 def test_ends_at_max_new_tokens(engine):
-    assert len(tokens(engine, PROMPT, n=1)) == 1 and engine.stats.finish == "length"
+    assert len(generated(engine, 1, PROMPT)) == 1 and engine.stats.finish == "length"
     assert engine.stats.passes == 0 and engine.stats.tau == 1.0 and engine.stats.tok_s == 0.0
-    assert len(tokens(engine, PROMPT, n=7)) == 7 and engine.stats.passes == 6
+    assert len(generated(engine, 7, PROMPT)) == 7 and engine.stats.passes == 6
     assert engine.stats.tau == 1.0 and engine.stats.tok_s > 0
 
 
 def test_ends_when_the_context_is_full(model):
     small = Engine(model, max_seq_len=20)
-    out = tokens(small, PROMPT, n=100)
+    out = generated(small, 100, PROMPT)
     assert len(out) == 20 - len(PROMPT) and small.stats.finish == "context"
-    assert out == tokens(Engine(model, 512), PROMPT, n=12)
-    assert len(tokens(small, PROMPT + out[:-1])) == 1  # a prompt of 19 leaves room for one
+    assert out == generated(Engine(model, 512), 12, PROMPT)
+    assert len(generated(small, 40, PROMPT + out[:-1])) == 1  # a prompt of 19 leaves room for one
 
 
 @pytest.mark.parametrize(
@@ -150,7 +145,7 @@ def test_ends_when_the_context_is_full(model):
 )
 def test_prompts_that_cannot_run(engine, prompt, message):
     with pytest.raises(FasteagleError, match=message):
-        tokens(engine, prompt)
+        generated(engine, 40, prompt)
 
 
 @pytest.mark.parametrize(
@@ -163,15 +158,15 @@ def test_prompts_that_cannot_run(engine, prompt, message):
 def test_logits_that_are_not_finite_end_one_answer_only(tiny_dir, dtype, fix):
     model = load_model(open_checkpoint(tiny_dir), dtype=dtype, device="cpu", max_seq_len=64)
     engine = Engine(model, 64)
-    expected = tokens(engine, PROMPT, n=20)
+    expected = generated(engine, 20, PROMPT)
     weight = model.blocks[0].attention.qkv.weight
     right = weight.clone()
     weight.fill_(float("nan"))
     engine.restart()
     with pytest.raises(FasteagleError, match=fix):
-        tokens(engine, PROMPT)
+        generated(engine, 40, PROMPT)
     weight.copy_(right)
-    assert tokens(engine, PROMPT, n=20) == expected
+    assert generated(engine, 20, PROMPT) == expected
 
 
 @torch.no_grad()

@@ -14,14 +14,13 @@ from fasteagle.compile.cuda_blocks import obstacle
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.loading import source
 from fasteagle.loading.open import open_model
-from fasteagle.options import RuntimeOptions, SamplingParams
+from fasteagle.options import RuntimeOptions
 from fasteagle.quant import cpu_build
 from fasteagle.quant.cuda_linear import InterleavedLinear
 from fasteagle.shapes import TreeShape
 from helpers import generated, random_head, save_tiny, verify_rows
 
 LONG = list(range(5, 45))
-GREEDY = SamplingParams()
 # All inputs in whole columns of the fused blocks, which is what runs at usual sizes.
 SIZES = {"hidden_size": 256, "intermediate_size": 128}
 OF_EXPERTS = {"qwen2moe": {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 128}}

@@ -17,11 +17,14 @@ from fasteagle.options import SamplingParams
 from fasteagle.shapes import FusedShape, StaticShape, TreeShape
 from fasteagle.tree import DraftTree, chain
 from helpers import (
+    GREEDY,
+    PROMPT,
     assert_true_pairs,
     drawing,
     eagle3_of,
     empty_state,
     fused_drafter,
+    generated,
     random_head,
     random_target,
     rest_slow,
@@ -29,8 +32,6 @@ from helpers import (
     tiny_config,
 )
 
-PROMPT = [5, 9, 20, 17, 33, 8, 12, 44]
-GREEDY = SamplingParams()
 DRAWN = (
     GREEDY,
     SamplingParams(repetition_penalty=1.3),
@@ -110,10 +111,6 @@ def drafters(target, head):
 ONE_OF_EACH = ("eagle 6-10-59", "trimmed", "no rerank", "static", "ngram", "fused 3-3-8-8")
 
 
-def tokens(engine, prompt=PROMPT, params=GREEDY, n=60, eos=frozenset()):
-    return [t for ids in engine.generate(prompt, params, n, eos) for t in ids]
-
-
 WAYS = [("eagle1", GREEDY), ("eagle3", GREEDY)]
 WAYS += [(("eagle1", "eagle3")[i % 2], params) for i, params in enumerate(DRAWN[1:])]
 
@@ -122,12 +119,12 @@ WAYS += [(("eagle1", "eagle3")[i % 2], params) for i, params in enumerate(DRAWN[
 def test_every_drafter_gives_the_tokens_of_plain_decoding(target, algorithm, params):
     """All of them with one kind of head and where nothing is drawn, else one of each kind."""
     n = 26
-    expected = tokens(Engine(target, 512), params=params, n=n)
+    expected = generated(Engine(target, 512), n, params=params)
     made = drafters(target, random_head(target, eagle3=eagle3_of(algorithm, target.config)))
     for name in made if (algorithm, params) == WAYS[0] else ONE_OF_EACH:
         drafter = made[name]
         engine = Engine(target, 512, drafter=drafter)
-        assert tokens(engine, params=params, n=n) == expected, name
+        assert generated(engine, n, params=params) == expected, name
         stats = engine.stats
         n_drafted = len(stats.path_lengths)
         assert stats.new_tokens == n and 0 < n_drafted <= stats.passes
@@ -144,19 +141,19 @@ def test_every_drafter_gives_the_tokens_of_plain_decoding(target, algorithm, par
 def test_other_targets(family):
     target = random_target(tiny_config(**family))
     head = random_head(target, qk_norm=False, sliding_window=None)
-    expected = tokens(Engine(target, 512), n=30)
+    expected = generated(Engine(target, 512), 30)
     for shape in (TreeShape(3, 4, 7), TreeShape(6, 10, 59)):
         drafter = EagleDrafter(head, shape, 512)
-        assert tokens(Engine(target, 512, drafter=drafter), n=30) == expected
+        assert generated(Engine(target, 512, drafter=drafter), 30) == expected
 
 
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(repetition_penalty=1.5)], ids=str)
 @pytest.mark.parametrize("n", [59, 60, 61])
 def test_a_drafter_that_is_always_right(target, n, params):
     """Also under a penalty, which each accepted token of a path adds to."""
-    truth = PROMPT + tokens(Engine(target, 512), params=params, n=80)
+    truth = PROMPT + generated(Engine(target, 512), 80, params=params)
     engine = Engine(target, 512, drafter=Fake(oracle(truth, 5), 6, 5))
-    assert tokens(engine, params=params, n=n) == truth[len(PROMPT) :][:n]
+    assert generated(engine, n, params=params) == truth[len(PROMPT) :][:n]
     assert engine.stats.passes == -(-(n - 1) // 6)  # six tokens a pass
     assert set(engine.stats.path_lengths[:-1]) == {5}
     assert engine.stats.accepted + engine.stats.passes >= n - 1
@@ -164,7 +161,7 @@ def test_a_drafter_that_is_always_right(target, n, params):
 
 def test_logits_after_the_end_of_an_answer_do_not_matter(target):
     """Plain decoding never computes them: an end in an accepted path comes before them."""
-    truth = tokens(Engine(target, 512))
+    truth = generated(Engine(target, 512))
     at = next(i for i in range(9, 60) if truth[i] not in truth[:i])
     end = truth[at]
 
@@ -186,19 +183,19 @@ def test_logits_after_the_end_of_an_answer_do_not_matter(target):
 
 
 def test_a_drafter_that_is_never_or_sometimes_right(target):
-    truth = PROMPT + tokens(Engine(target, 512))
+    truth = PROMPT + generated(Engine(target, 512))
     wrong = [(t + 1) % 60 for t in truth]
     engine = Engine(target, 512, drafter=Fake(oracle(wrong, 3), 4, 3))
-    assert tokens(engine) == truth[len(PROMPT) :]
+    assert generated(engine) == truth[len(PROMPT) :]
     assert engine.stats.tau == 1.0 and engine.stats.accepted == 0
     engine = Engine(target, 512, drafter=Fake(oracle(truth, 4, every=3), 5, 4))
-    assert tokens(engine) == truth[len(PROMPT) :]
+    assert generated(engine) == truth[len(PROMPT) :]
     assert 1.5 < engine.stats.tau < 4
 
 
 def test_the_right_token_on_any_branch_is_found(target):
     """The truth hangs below the last of three siblings."""
-    truth = PROMPT + tokens(Engine(target, 512), n=80)
+    truth = PROMPT + generated(Engine(target, 512), 80)
 
     def propose(context):
         at = len(context)
@@ -209,18 +206,18 @@ def test_the_right_token_on_any_branch_is_found(target):
         )
 
     engine = Engine(target, 512, drafter=Fake(propose, 6, 2))
-    assert tokens(engine) == truth[len(PROMPT) :][:60]
+    assert generated(engine) == truth[len(PROMPT) :][:60]
     assert set(engine.stats.path_lengths[:-1]) == {2}
 
 
 def test_rejected_rows_leave_nothing_in_the_caches(target, head):
     """Caches after speculation equal those of a plain run, row for row."""
     plain = Engine(target, 512)
-    out = tokens(plain, n=30)
+    out = generated(plain, 30)
     made = drafters(target, head)
     for name in ONE_OF_EACH:
         engine = Engine(target, 512, drafter=made[name])
-        assert tokens(engine, n=30) == out
+        assert generated(engine, 30) == out
         assert engine.cached == plain.cached
         n = len(plain.cached)
         for (k, v), (k2, v2) in zip(plain.cache.layers, engine.cache.layers, strict=True):
@@ -232,9 +229,9 @@ def test_draft_cache_holds_the_true_pairs(target, head):
     """After a run and a follow-up, the head's cache equals one filled from the whole text."""
     drafter = EagleDrafter(head, TreeShape(3, 4, 7), 512)
     engine = Engine(target, 512, drafter=drafter)
-    text = PROMPT + tokens(engine, n=30)
+    text = PROMPT + generated(engine, 30)
     text = [*text, 7, 3, 1]
-    text = text + tokens(engine, text, n=20)
+    text = text + generated(engine, 20, text)
     assert engine.stats.cached_tokens > 30
     assert_true_pairs(engine, text, missing=10)
 
@@ -242,13 +239,13 @@ def test_draft_cache_holds_the_true_pairs(target, head):
 def test_follow_ups_and_changed_histories(target, head):
     drafter = EagleDrafter(head, TreeShape(3, 4, 7), 512)
     engine = Engine(target, 512, drafter=drafter)
-    first = tokens(engine, n=20)
+    first = generated(engine, 20)
     for prompt in (PROMPT + first + [1, 2], PROMPT + first, PROMPT[:5], PROMPT, [1], [1, 2]):
-        assert tokens(engine, prompt, n=15) == tokens(Engine(target, 512), prompt, n=15), prompt
+        assert generated(engine, 15, prompt) == generated(Engine(target, 512), 15, prompt), prompt
 
 
 def test_breaking_off_anywhere_leaves_the_engine_usable(target, head, monkeypatch):
-    expected = tokens(Engine(target, 512))
+    expected = generated(Engine(target, 512))
     for step in ("extend", "propose"):
         drafter = EagleDrafter(head, TreeShape(3, 4, 7), 512)
         engine = Engine(target, 512, drafter=drafter)
@@ -262,14 +259,14 @@ def test_breaking_off_anywhere_leaves_the_engine_usable(target, head, monkeypatc
 
         monkeypatch.setattr(drafter, step, interrupted)
         with pytest.raises(KeyboardInterrupt):
-            tokens(engine)
-        assert tokens(engine) == expected
+            generated(engine)
+        assert generated(engine) == expected
 
 
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(1.0, seed=8)])
 def test_ends_in_the_middle_of_an_accepted_path(target, params):
     """End of text, length and context, at every offset within a path of five."""
-    truth = tokens(Engine(target, 512), params=params, n=80)
+    truth = generated(Engine(target, 512), 80, params=params)
     whole = PROMPT + truth
 
     def engine(max_seq_len=512):
@@ -279,22 +276,22 @@ def test_ends_in_the_middle_of_an_accepted_path(target, params):
         eos = truth[at]
         expected = truth[: truth.index(eos) + 1]
         made = engine()
-        assert tokens(made, params=params, eos=frozenset({eos})) == expected
+        assert generated(made, params=params, eos_ids=frozenset({eos})) == expected
         assert made.stats.finish == "eos" and made.cached == PROMPT + expected[:-1]
-        assert tokens(made, params=params, n=at) == truth[:at]
+        assert generated(made, at, params=params) == truth[:at]
         assert made.stats.finish == "length" and made.cached == PROMPT + truth[: at - 1]
         small = engine(len(PROMPT) + at)
-        assert tokens(small, params=params) == truth[:at] and small.stats.finish == "context"
+        assert generated(small, params=params) == truth[:at] and small.stats.finish == "context"
         follow_up = PROMPT + expected + [3]
-        assert tokens(made, follow_up, params, 9) == tokens(
-            Engine(target, 512), follow_up, params, 9
+        assert generated(made, 9, follow_up, params) == generated(
+            Engine(target, 512), 9, follow_up, params
         )
 
 
 def test_a_tree_deeper_than_the_state_has_room_for(target, head):
     with pytest.raises(FasteagleError, match="tree-depth 64 is out of range: use at most 63"):
         Engine(target, 512, drafter=EagleDrafter(head, TreeShape(64, 1, 64), 512))
-    assert tokens(Engine(target, 512, drafter=EagleDrafter(head, TreeShape(63, 1, 63), 512)), n=9)
+    assert generated(Engine(target, 512, drafter=EagleDrafter(head, TreeShape(63, 1, 63), 512)), 9)
 
 
 # Tracing takes seconds a level: each kind of drafter and of shape once, with one kind of head.
@@ -346,7 +343,7 @@ def test_padding_of_a_short_path_is_not_penalized():
     engine = Engine(target, 256, drafter=NgramDrafter(4))
     prompt = [5, 6, 7, 8, 5, 6, 7, 8, 5, 6]
     params = SamplingParams(repetition_penalty=1.2)
-    text = tokens(engine, prompt, params, 40)
+    text = generated(engine, 40, prompt, params)
     seen = set(engine.state.seen[0].nonzero().flatten().tolist())
     assert engine.stats.drafted > engine.stats.accepted
     assert 0 not in {*prompt, *text} and seen == {*prompt, *text}

@@ -15,9 +15,7 @@ from fasteagle.drafting.ladder import DEFAULT_RANKS
 from fasteagle.generate import Engine
 from fasteagle.options import SamplingParams
 from fasteagle.shapes import TreeShape
-from helpers import captured_engine, costs, generated, raising, random_head, tuned_engine
-
-GREEDY = SamplingParams()
+from helpers import GREEDY, captured_engine, costs, generated, raising, random_head, tuned_engine
 
 
 class NoCompiler:

@@ -26,10 +26,17 @@ from fasteagle.generate import Engine
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import SamplingMode
 from fasteagle.tree import ancestor_mask
-from helpers import captured_engine, empty_state, generated, random_target, spec_of, tiny_config
+from helpers import (
+    GREEDY,
+    captured_engine,
+    empty_state,
+    generated,
+    random_target,
+    spec_of,
+    tiny_config,
+)
 from training_cases import talk
 
-GREEDY = SamplingParams()
 DRAWN = [
     GREEDY,
     SamplingParams(0.8, top_p=0.9, seed=7),

@@ -14,14 +14,7 @@ from fasteagle.decoding.backend import Backend
 from fasteagle.generate import Engine
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.model import PromptView, Target, causal_mask
-from fasteagle.options import SamplingParams
-from helpers import invoke, save_tiny
-
-PROMPT = [5, 9, 20, 17, 33, 8, 12, 44]
-
-
-def tokens(engine, prompt, n=40):
-    return [t for ids in engine.generate(prompt, SamplingParams(), n) for t in ids]
+from helpers import PROMPT, generated, invoke, save_tiny
 
 
 @pytest.mark.slow
@@ -34,8 +27,8 @@ def test_compiled_equals_eager_and_nothing_recompiles(target, no_recompiles):
     torch.compiler.set_stance("fail_on_recompile")
     # 1, 2, 5, 9, 100 and 256 rows; 256, 512 and 768 cache slots; every block of the model
     for n in (2, 5, 9, 100):
-        assert tokens(fast, PROMPT * 40, 1) == tokens(eager, PROMPT * 40, 1)
-        assert tokens(fast, [7] * n) == tokens(eager, [7] * n)
+        assert generated(fast, 1, PROMPT * 40) == generated(eager, 1, PROMPT * 40)
+        assert generated(fast, 40, [7] * n) == generated(eager, 40, [7] * n)
 
 
 @pytest.mark.parametrize(
@@ -81,8 +74,8 @@ def test_long_caches_are_warmed_up_too(no_recompiles, tmp_path):
     assert compiler.apply(), compiler.error
     torch.compiler.set_stance("fail_on_recompile")
     engine.prefill(PROMPT * 600)  # 4,800 slots
-    assert len(tokens(engine, PROMPT * 600, 4)) == 4
-    assert len(tokens(engine, PROMPT, 4)) == 4
+    assert len(generated(engine, 4, PROMPT * 600)) == 4
+    assert len(generated(engine, 4, PROMPT)) == 4
 
 
 def test_compiled_blocks_take_a_prompt_under_its_mask(model, monkeypatch):
@@ -102,7 +95,7 @@ def test_without_a_compiler_the_model_stays_eager(model, monkeypatch):
     compiler.wait()
     assert not compiler.ready and compiler.error == "no C++ compiler found (install g++)"
     assert not compiler.apply()
-    assert tokens(engine, PROMPT) == tokens(Engine(model, 512), PROMPT)
+    assert generated(engine, 40, PROMPT) == generated(Engine(model, 512), 40, PROMPT)
 
 
 def test_missing_compiler_is_noticed():

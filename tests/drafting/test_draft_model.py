@@ -12,8 +12,11 @@ from fasteagle.options import SamplingParams
 from fasteagle.shapes import TreeShape
 from fasteagle.tree import ancestor_mask
 from helpers import (
+    GREEDY,
+    PROMPT,
     captured_engine,
     empty_state,
+    generated,
     logits_of,
     pairs,
     propose,
@@ -22,13 +25,11 @@ from helpers import (
     tiny_config,
 )
 
-GREEDY = SamplingParams()
 DRAWN = [
     GREEDY,
     SamplingParams(0.8, top_p=0.9, seed=7),
     SamplingParams(0.9, repetition_penalty=1.2, seed=6),
 ]
-PROMPT = [5, 9, 20, 17, 33, 8, 12, 44]
 
 
 def smaller(**changes):
@@ -38,10 +39,6 @@ def smaller(**changes):
 
 def drafter_of(model, *sizes, noise="shared"):
     return ModelDrafter(Target(model), TreeShape(*sizes), 512, 60, noise)
-
-
-def answer(engine, prompt=PROMPT, params=GREEDY, n=20):
-    return [t for ids in engine.generate(prompt, params, n) for t in ids]
 
 
 MODELS = {
@@ -58,13 +55,13 @@ MODELS = {
     ids=str,
 )
 def test_the_tokens_of_plain_decoding(target, changes, params):
-    expected = answer(Engine(target, 512), params=params)
+    expected = generated(Engine(target, 512), 20, params=params)
     for sizes in ((4, 1, 4), (3, 3, 8)):
         eager = Engine(target, 512, drafter=drafter_of(smaller(**changes), *sizes))
-        assert answer(eager, params=params) == expected
+        assert generated(eager, 20, params=params) == expected
         replayed = captured_engine(target, 512)
         replayed.use(drafter_of(smaller(**changes), *sizes))
-        assert answer(replayed, params=params) == expected
+        assert generated(replayed, 20, params=params) == expected
         assert replayed.runner.error is None
         assert replayed.stats.path_lengths == eager.stats.path_lengths
 
@@ -73,18 +70,18 @@ def test_the_tokens_of_plain_decoding(target, changes, params):
 def test_the_target_drafting_for_itself_is_always_right(target, params):
     """Its first token and every position are where they belong, in follow-ups as well."""
     engine = Engine(target, 512, drafter=drafter_of(target, 4, 1, 4))
-    first = answer(engine, params=params, n=51)
+    first = generated(engine, 51, params=params)
     assert engine.stats.passes == 10 and set(engine.stats.path_lengths) == {4}
     prompt = [*PROMPT, *first, 3, 4]
-    second = answer(engine, prompt, params, 26)
+    second = generated(engine, 26, prompt, params)
     assert engine.stats.cached_tokens > 40 and engine.stats.passes == 5
-    assert second == answer(Engine(target, 512), prompt, params, 26)
-    answer(engine, [7], params, 21)  # a text of one token, which no pair shows
+    assert second == generated(Engine(target, 512), 26, prompt, params)
+    generated(engine, 21, [7], params)  # a text of one token, which no pair shows
     assert engine.stats.passes == 4
     engine.use(None)
-    answer(engine, [7, 8, 9], params, 5)
+    generated(engine, 5, [7, 8, 9], params)
     engine.use(drafter_of(target, 4, 1, 4))
-    answer(engine, [7, 8, 9, 1], params, 21)
+    generated(engine, 21, [7, 8, 9, 1], params)
     assert engine.stats.passes == 4
 
 
