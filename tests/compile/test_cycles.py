@@ -130,13 +130,13 @@ def test_up_to_the_last_slot(target, head, ahead):
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_large_tree_stays_within_caches_of_fixed_size(target, head, ahead):
     """Where the context ends there is no room for its rows: the last tokens are plain."""
-    expected = generated(Engine(target, 192), n=250)
-    engine = captured_engine(target, 192, ahead)
-    engine.use(EagleDrafter(head, TreeShape(5, 8, 120), 192))
+    expected = generated(Engine(target, 128), n=250)
+    engine = captured_engine(target, 128, ahead)
+    engine.use(EagleDrafter(head, TreeShape(5, 8, 100), 128))
     assert generated(engine, n=250) == expected and engine.stats.finish == "context"
     engine.prepare(SamplingParams(0.8))  # captured behind the text
-    with pytest.raises(FasteagleError, match=r"tree-nodes 260 is out of range: max-seq-len 192"):
-        engine.use(EagleDrafter(head, TreeShape(6, 8, 260), 192))
+    with pytest.raises(FasteagleError, match=r"tree-nodes 260 is out of range: max-seq-len 128"):
+        engine.use(EagleDrafter(head, TreeShape(6, 8, 260), 128))
 
 
 def test_an_answer_cut_short_or_another_drafter_leaves_the_engine_ready(target, head):
