@@ -31,16 +31,10 @@ class SamplingParams:
     temperature: float = option(0.0, "0 is greedy.", least=0, most=100)
     top_k: int = option(0, "Likeliest tokens to draw from; 0 is off.", least=0, most=2**31)
     top_p: float = option(1.0, "Probability of the tokens to draw from.", above=0, most=1)
-    min_p: float = option(
-        0.0, "Least probability, as a share of the likeliest token's.", least=0, below=1
-    )
+    min_p: float = option(0.0, "Least share of the likeliest token's.", least=0, below=1)
     repetition_penalty: float = option(1.0, "1 is off.", least=1 / MOST_PENALTY, most=MOST_PENALTY)
     seed: int = option(
-        0,
-        "The same seed gives the same text.  [default: drawn and printed]",
-        unset=None,
-        least=0,
-        below=2**63,
+        0, "Same seed, same text.  [default: drawn and printed]", unset=None, least=0, below=2**63
     )
 
     def __post_init__(self) -> None:
@@ -137,9 +131,7 @@ class RuntimeOptions:
     kv: str = option("auto", "Format of keys and values; auto: as the model computes.", kind=KV)
     # "int4", "int8" or the name of a scheme; None: as the checkpoint is
     quant: str | None = option(None, "A scheme by name: int4-g64, int4-g128-hqq ...")
-    lm_head: str = option(
-        "int8", "LM head of a quantized model; keep: 16 bits.", kind=tuple(LM_HEAD_BITS)
-    )
+    lm_head: str = option("int8", "Of a quantized model; keep: 16 bits.", kind=tuple(LM_HEAD_BITS))
     cpu_kernels: str = option(
         "auto",
         "Kernels of quantized weights on a CPU: native (ours) or aten (torch's).",
@@ -244,9 +236,7 @@ class DraftOptions:
         unset="auto",
     )
     # None: those of DEFAULT_TREE, or of QUANTIZED_TREE where a row of the target costs more.
-    tree_depth: int | None = option(
-        None, "Levels of the tree (SGLang: num-steps).", least=1, most=63
-    )
+    tree_depth: int | None = option(None, "Levels (SGLang: num-steps).", least=1, most=63)
     tree_topk: int | None = option(
         None, "Nodes expanded at each level (SGLang: eagle-topk).", least=1, most=1024
     )

@@ -394,8 +394,6 @@ class ExportOptions:
     )
     model: str | None = option(None, "Target model, where the layout needs its tensors or depth.")
     tokenizer_from: Path | None = option(
-        None,
-        "GGUF file of the target that has the tokenizer, for gguf.  [default: --model]",
-        kind="file",
+        None, "The target's GGUF file, for its tokenizer.  [default: --model]", kind="file"
     )
     tap_layers: tuple[int, ...] | None = option(None, TAP_LAYERS_TEXT, kind="numbers")
