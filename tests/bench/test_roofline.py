@@ -257,4 +257,4 @@ def test_an_outlook_changes_times_and_no_tiling(monkeypatch):
 
 def test_this_machine_is_measured():
     for speed in (device_speed.read_bandwidth(2**24), device_speed.copy_bandwidth(CPU, 2**24)):
-        assert 0.1 < speed < 10_000
+        assert 1e-3 < speed < 10_000  # one run, on a machine that may be busy
