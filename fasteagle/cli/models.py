@@ -17,8 +17,8 @@ NOTES = (
     "int4 GiB: weights, draft head and the cache of the default context, "
     f"{RuntimeOptions.DEFAULT_MAX_SEQ_LEN:,} tokens or the model's own limit;",
     "the embedding takes 16 bits, the LM head 8. Chat takes the first draft head of a model, the",
-    "faster one by its authors' figures. A mixture of experts has all parameters in memory; a token",
-    "reads those counted second.",
+    "faster one by its authors' figures. A mixture of experts has all parameters in memory; a",
+    "token reads those counted second.",
 )
 
 
