@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from fasteagle import __version__
 from fasteagle.answering.answer import Chunk
-from fasteagle.errors import EngineError, FasteagleError
+from fasteagle.errors import EngineError, FasteagleError, shown
 from fasteagle.llm import LLM
 from fasteagle.options import Defaults, ServeOptions
 from fasteagle.server.bodies import FEWEST_VALUES, SHORT_BYTES, body_route
@@ -89,7 +89,8 @@ class Server:
 
     def check_model(self, name: str | None) -> None:
         if name not in (None, self.name):
-            raise UnknownModelError(404, f"model {name!r} is not served here, {self.name!r} is")
+            text = f"model {shown(name)} is not served here, {self.name!r} is"
+            raise UnknownModelError(404, text)
 
     async def answer(self, request: Request, body: Sampled, reply_kind: type[Reply]) -> Response:
         """Queue a request, reply whole or by events, and end the answer if the client leaves."""

@@ -23,6 +23,7 @@ MANY = HELLO * 2049
         ("/v1/chat/completions", {"messages": [{"role": "system"}]}, "messages.0.content", None),
         ("/v1/completions", {"prompt": ""}, "prompt", None),
         ("/v1/completions", {"prompt": "a", "model": "gpt-5"}, None, "model_not_found"),
+        ("/v1/completions", {"prompt": "a", "model": "x" * 10**6}, None, "model_not_found"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -31,6 +32,7 @@ def test_agents_can_tell_what_is_wrong(live, path, body, param, code):
     assert reply.status_code in (400, 404), reply.text
     error = reply.json()["error"]
     assert (error["param"], error["code"]) == (param, code), error
+    assert len(error["message"]) < 500  # what a client sent is not sent back
 
 
 @pytest.mark.parametrize(
