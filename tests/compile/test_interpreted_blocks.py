@@ -158,8 +158,8 @@ def test_gate_of_a_prompt(F):
     generator = torch.Generator().manual_seed(1)
     sums = torch.randn(5, 2 * F, generator=generator)
     sums[1] *= 500.0
-    sums[2, -1] = 3e30
-    sums[2, -2] = 1.0
+    sums[1, -2:] = torch.tensor([1.0, 1e20])
+    sums[2, :2] = torch.tensor([1.0, -3e30])
     sums[3, 1] = float("nan")
     sums[4, :2] = float("inf")
     values, scales = gate_kernels.gate_rows(sums, "fp32")
