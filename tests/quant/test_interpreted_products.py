@@ -31,8 +31,8 @@ def test_whole_numbers_come_out_exact(name, accumulate):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_results(name, M=7):
-    weight = random_weight(name, *SHAPES[name])
-    x = random_rows(M, weight.shape[1])
+    N, K = SHAPES[name]
+    weight, x = random_weight(name, N, K), random_rows(M, K + 8)[:, :K]
     y = kernels.linear(x, interleaved.pack(weight), accumulate="fp32")
     assert y.shape == (M, weight.shape[0])
     assert y.dtype == torch.float32
