@@ -170,15 +170,6 @@ def test_a_policy_decides_from_the_first_token_on(tiny_dir):
         assert llm.engine.drafter.policy is None, "its trees are compiled first"
 
 
-def test_a_limit_far_beyond_the_context(tiny_dir):
-    """It ended the answers beside it, too."""
-    with fasteagle.load(str(tiny_dir), precision="int8") as llm:
-        beside = llm.chat("hello", stream=True, max_new_tokens=5)
-        next(beside)
-        answer = llm.chat("hello", max_new_tokens=10**30, logit_bias={100: 1000.0})
-        assert answer.finish == "context" and sum(len(chunk.tokens) for chunk in beside) == 4
-
-
 @pytest.mark.slow
 def test_a_compiled_model_knows_what_its_passes_cost(tiny_dir):
     with fasteagle.load(str(tiny_dir), precision="int8", compile=True) as llm:
