@@ -145,14 +145,11 @@ class GracefulServer(uvicorn.Server):
         if self.should_exit:
             self._server.queue.break_off()
             # A client that does not read can hold its connection open.
-            self._loop.call_soon_threadsafe(self._loop.call_later, PATIENCE, self._force)
+            self._loop.call_soon_threadsafe(self._loop.call_later, PATIENCE, self._abort)
             return
         self.should_exit = True
         if self._server.queue.n_running:
             self._say("finishing the running answers; once more to end at once")
-
-    def _force(self) -> None:
-        self.force_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._server.queue.drain()
@@ -160,7 +157,7 @@ class GracefulServer(uvicorn.Server):
         await super().shutdown(sockets)
 
     def _abort(self) -> None:
-        """End the connections that the running answers have not ended within their time."""
+        """End the connections that are still open."""
         for connection in list(self.server_state.connections):
             if connection.transport is not None:
                 connection.transport.abort()
