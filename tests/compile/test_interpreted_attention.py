@@ -201,6 +201,7 @@ def test_rope_in_the_first_kernel(T, seq_len, E, group, G, n_parts, biased, dtyp
     new = tree_kernels.Unrotated(parts, bias, *rows, G * group, dtype)
     for fused in (False, True):
         k, v = (quantized_rows(t.nan_to_num()) if int8 else t.clone() for t in (p.k, p.v))
+        v = torch.stack((v, v), 2)[:, :, 0]  # of other strides than keys
         if fused:
             y = tree_kernels.rope_attention(new, k, v, p.view, HALF)
         else:
