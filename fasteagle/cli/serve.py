@@ -56,6 +56,6 @@ def run_serve(
         server = Server(llm, options, replies, api_key)
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        note(f"serving {server.name} on http://{shown}:{port} (the page), /v1 (the API)")
-        run(server, listener, say)
+        line = f"serving {server.name} on http://{shown}:{port} (the page), /v1 (the API)"
+        run(server, listener, say, lambda: note(line))
     leave()  # at once: the interpreter would take another second to free the model

@@ -133,13 +133,20 @@ class Protocol(H11Protocol):
 class GracefulServer(uvicorn.Server):
     """Server whose first signal lets the running answers finish, and whose second does not."""
 
-    def __init__(self, config: uvicorn.Config, server: Server, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        server: Server,
+        say: Callable[[str], None],
+        started: Callable[[], None],
+    ) -> None:
         super().__init__(config)
-        self._server, self._say = server, say
+        self._server, self._say, self._started = server, say, started
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
+        self._started()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
@@ -163,8 +170,13 @@ class GracefulServer(uvicorn.Server):
                 connection.transport.abort()
 
 
-def run(server: Server, listener: socket.socket, say: Callable[[str], None]) -> None:
-    """Serve until a signal comes."""
+def run(
+    server: Server,
+    listener: socket.socket,
+    say: Callable[[str], None],
+    started: Callable[[], None] = lambda: None,
+) -> None:
+    """Serve until a signal comes; `started` is called when signals are handled."""
     config = uvicorn.Config(
         server.app,
         http=Protocol,
@@ -176,7 +188,7 @@ def run(server: Server, listener: socket.socket, say: Callable[[str], None]) -> 
         server_header=False,
         timeout_graceful_shutdown=math.ceil(server.options.timeout + PATIENCE),
     )
-    running = GracefulServer(config, server, say)
+    running = GracefulServer(config, server, say, started)
     try:
         running.run(sockets=[listener])
     finally:

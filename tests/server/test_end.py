@@ -19,7 +19,9 @@ from live_server import CHAT, LONG, SHORT, busy, deaf, failures, serving, until
 
 from fasteagle.decoding.runner import Runner
 from fasteagle.generate import Engine
-from fasteagle.options import AnswerOptions, Defaults
+from fasteagle.options import AnswerOptions, Defaults, ServeOptions
+from fasteagle.server.app import Server
+from fasteagle.server.run import listen, run
 from helpers import raising
 
 
@@ -71,6 +73,13 @@ def test_the_first_signal_tells_what_the_second_does(live, loaded, slow, capfd):
         found.running.handle_exit(signal.SIGTERM, None)
         assert "once more to end at once" in capfd.readouterr().out
         assert [line for line in lines if line][-1] == "data: [DONE]"
+
+
+def test_signals_are_handled_as_soon_as_it_says_that_it_serves(loaded):
+    """The command ended with -15 where the signal came a moment later than that line."""
+    options = ServeOptions(port=0)
+    server = Server(loaded, options, Defaults())
+    run(server, listen(options), print, lambda: signal.raise_signal(signal.SIGINT))
 
 
 SERVE = [sys.executable, "-m", "fasteagle", "serve", "--drafter", "ngram"]
