@@ -75,7 +75,7 @@ def goes_on(live):
         ({"seed": 2**63}, "seed"),
         ({"seed": 1.5}, "seed"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": None, "max_completion_tokens": 0}, "max_tokens"),
+        ({"max_tokens": None, "max_completion_tokens": 0}, "max_completion_tokens"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
         ({"n": 0}, "n"),
         ({"n": 5}, "n"),

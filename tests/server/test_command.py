@@ -20,7 +20,12 @@ def started(monkeypatch):
     """Run the command; the list has the servers that it made."""
     servers = []
     monkeypatch.setattr(serve, "leave", lambda: None)
-    monkeypatch.setattr(serve, "run", lambda server, *rest: servers.append(server))
+
+    def run(server, listener, say, started):
+        servers.append(server)
+        started()
+
+    monkeypatch.setattr(serve, "run", run)
 
     def start(model, *options):
         common = ["--precision", "fp32", "--drafter", "none", "--port", "0", "--no-compile"]
