@@ -24,7 +24,8 @@ from helpers import (
     tiny_config,
 )
 
-pytestmark = pytest.mark.usefixtures("kernels_on_cpu")
+UNFUSED = pytest.mark.filterwarnings("error:TRITON_DEFAULT_FP_FUSION")  # each kernel says which
+pytestmark = [pytest.mark.usefixtures("kernels_on_cpu"), UNFUSED]
 
 
 @pytest.mark.parametrize(("N", "n_tokens"), [(5000, 3), (600, 400), (2113, 100_000)])

@@ -99,6 +99,7 @@ def test_features_are_those_of_the_engine(target, text, layers):
         torch.testing.assert_close(part, whole.to(torch.bfloat16), atol=0.02, rtol=0.02)
 
 
+@pytest.mark.filterwarnings("error:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_kernel_of_attention(card, dtype):
     from fasteagle.training.many_texts_kernel import attend_prefixes
