@@ -220,6 +220,8 @@ class Drafting:
         if options.drafter != "auto":
             raise _no_head(name)
         notify("no draft head for this model: guessing from the context (n-grams) instead")
+        if not options.auto_chain:  # a size of the tree is set
+            notify("warning: the --tree options do nothing without a draft head")
         return _ngram(engine, checkpoint, options, corpus)
 
 

@@ -47,6 +47,8 @@ def test_without_a_head_the_context_is_searched(model, checkpoint):
     drafter, said = drafter_for(model, checkpoint)
     assert isinstance(drafter, NgramDrafter)
     assert said == ["no draft head for this model: guessing from the context (n-grams) instead"]
+    _, (again, warning) = drafter_for(model, checkpoint, tree_nodes=5)
+    assert again == said[0] and "the --tree options do nothing without a draft head" in warning
     assert drafter_for(model, checkpoint, lookup_depth=24)[0].shape == TreeShape(24, 1, 24)
     assert drafter_for(model, checkpoint, drafter="none") == (None, [])
     with pytest.raises(FasteagleError, match="no draft head for tiny: give one with --head"):
