@@ -180,8 +180,9 @@ class Batch(Generic[Key, Item]):
         runners = [run.engine.runner for run in decoding.values()]
         captures = sum(runner.captures for runner in runners)
         waiting = [runner for runner in runners if runner.queued]
+        shares = bool(waiting) and waiting[0].defers
         passes = run_together(waiting) if waiting else 0
-        if waiting and not waiting[0].defers:  # they take turns from now on
+        if shares and not waiting[0].defers:  # they take turns from now on
             self._regroup()
         items = [item for key in decoding for item in self._advance(key)]
         if sum(runner.captures for runner in runners) > captures:
