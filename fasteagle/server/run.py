@@ -138,15 +138,15 @@ class GracefulServer(uvicorn.Server):
         config: uvicorn.Config,
         server: Server,
         say: Callable[[str], None],
-        started: Callable[[], None],
+        ready: Callable[[], None],
     ) -> None:
         super().__init__(config)
-        self._server, self._say, self._started = server, say, started
+        self._server, self._say, self._ready = server, say, ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
-        self._started()
+        self._ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
@@ -171,12 +171,9 @@ class GracefulServer(uvicorn.Server):
 
 
 def run(
-    server: Server,
-    listener: socket.socket,
-    say: Callable[[str], None],
-    started: Callable[[], None] = lambda: None,
+    server: Server, listener: socket.socket, say: Callable[[str], None], ready: Callable[[], None]
 ) -> None:
-    """Serve until a signal comes; `started` is called when signals are handled."""
+    """Serve until a signal comes; call `ready` when signals are handled."""
     config = uvicorn.Config(
         server.app,
         http=Protocol,
@@ -188,7 +185,7 @@ def run(
         server_header=False,
         timeout_graceful_shutdown=math.ceil(server.options.timeout + PATIENCE),
     )
-    running = GracefulServer(config, server, say, started)
+    running = GracefulServer(config, server, say, ready)
     try:
         running.run(sockets=[listener])
     finally:

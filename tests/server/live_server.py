@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
 import socket
@@ -151,7 +152,7 @@ def serving(llm, options=None, defaults=None, api_key=None):
     options = options or ServeOptions(port=0)
     server = Server(llm, options, defaults or Defaults(answer=AnswerOptions(16)), api_key)
     found = running.listen(options)
-    made = []
+    made, ready = [], threading.Event()
     original = running.GracefulServer.__init__
 
     def kept(self, *args):
@@ -159,11 +160,11 @@ def serving(llm, options=None, defaults=None, api_key=None):
         made.append(self)
 
     running.GracefulServer.__init__ = kept
-    thread = threading.Thread(target=running.run, args=(server, found, print), daemon=True)
+    work = functools.partial(running.run, server, found, print, ready.set)
+    thread = threading.Thread(target=work, daemon=True)
     try:
         thread.start()
-        while not made or not made[0].started:
-            time.sleep(0.01)
+        assert ready.wait(20)
     finally:
         running.GracefulServer.__init__ = original
     try:

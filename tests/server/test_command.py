@@ -21,9 +21,9 @@ def started(monkeypatch):
     servers = []
     monkeypatch.setattr(serve, "leave", lambda: None)
 
-    def run(server, listener, say, started):
+    def run(server, listener, say, ready):
         servers.append(server)
-        started()
+        ready()
 
     monkeypatch.setattr(serve, "run", run)
 
