@@ -101,7 +101,6 @@ def main(
     json_path: Path | None,
     md: bool,
 ) -> None:
-    """Time quantized linears; see the module's docstring for examples."""
     meta = conditions(accumulate, device)
     card = card_of(torch.device(device))
     bandwidth = meta["copy_gb_s"] = copy_bandwidth(torch.device(device))
