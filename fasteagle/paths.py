@@ -106,8 +106,15 @@ def require_free_space(folder: Path, n_bytes: int, what: str) -> None:
     if free < n_bytes:
         raise FasteagleError(
             f"{what} needs {size_of(n_bytes)} on disk, {size_of(free)} free "
-            f"at {existing}: free some space or set XDG_CACHE_HOME to another disk"
+            f"at {existing}: {more_space(existing)}"
         )
+
+
+def more_space(place: Path) -> str:
+    """Return what to do where the disk of `place` is full."""
+    in_cache = place.absolute().is_relative_to(cache_dir().parent)
+    other = "set XDG_CACHE_HOME to another disk" if in_cache else "choose another place"
+    return f"free some space, or {other}"
 
 
 def require_readable(file: Path) -> None:

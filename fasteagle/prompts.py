@@ -106,5 +106,8 @@ def _conversation(line: str, where: str, vocab_size: int, max_len: int) -> Conve
             raise ValueError("prompt_len must be an integer >= 1")
     bad = next((i for i in ids if not 0 <= i < vocab_size), None)
     if bad is not None:
-        raise FasteagleError(f"{where}: token id {bad} is outside the vocabulary of {vocab_size:,}")
+        raise FasteagleError(
+            f"{where}: token id {bad} is outside the vocabulary of {vocab_size:,}: use ids of this "
+            "model's tokenizer"
+        )
     return Conversation(ids[:max_len], prompt_len, raw.get("T") == 0)

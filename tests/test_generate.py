@@ -139,7 +139,7 @@ def test_ends_when_the_context_is_full(model):
     [
         ([], "prompt is empty"),
         ([1] * 512, "512 tokens, max-seq-len 512 leaves room for 511"),
-        ([1, 260], "token id 260 is outside the vocabulary of 260"),
+        ([1, 260], "token id 260 is outside the vocabulary of 260: use 0 .. 259"),
         ([-1], "token id -1"),
     ],
 )

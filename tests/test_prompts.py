@@ -30,7 +30,7 @@ BAD_CONVERSATIONS = [
     ('{"ids": [1, 2], "prompt_len": 0}', "prompt_len must be an integer >= 1"),
     ('{"ids": [1, 2], "prompt_len": "1"}', "prompt_len must be an integer >= 1"),
     ('{"ids": [1, 2], "prompt_len": 1e30}', "prompt_len must be an integer >= 1"),
-    ('{"ids": [1, 300], "prompt_len": 1}', "token id 300 is outside the vocabulary of 300"),
+    ('{"ids": [1, 300], "prompt_len": 1}', "id 300 is outside the vocabulary of 300: use ids of"),
     ('{"ids": [1, -1], "prompt_len": 1}', "token id -1 is outside the vocabulary of 300"),
 ]
 

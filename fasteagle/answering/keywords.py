@@ -79,7 +79,8 @@ def check_extras(
         require(_is_number(token, Integral), f"logit_bias: {shown(token)} is no token id")
         require(
             0 <= token < vocab_size,
-            f"logit_bias: token id {shown(token)} is outside the vocabulary of {vocab_size:,}",
+            f"logit_bias: token id {shown(token)} is outside the vocabulary of {vocab_size:,}: "
+            f"use 0 .. {vocab_size - 1:,}",
         )
         in_range = _is_number(amount, Real) and (-MOST_BIAS <= amount <= MOST_BIAS)
         require(

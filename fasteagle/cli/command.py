@@ -18,6 +18,7 @@ import click
 from click.core import ParameterSource
 
 from fasteagle.errors import FasteagleError, is_out_of_memory, require_linux
+from fasteagle.paths import more_space
 
 
 @contextlib.contextmanager
@@ -81,8 +82,7 @@ def _in_one_line() -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             where, fix = "", "free some space where the output goes"
             if error.filename:
-                where = f" at {error.filename}"
-                fix = "free some space, or set XDG_CACHE_HOME to another disk"
+                where, fix = f" at {error.filename}", more_space(Path(error.filename))
             raise UserError(f"disk full{where}: {fix}") from error
         if error.errno == errno.EPIPE:  # the reader of a pipe has left
             sys.stderr.close()

@@ -96,7 +96,10 @@ class Context:
         vocab_size = self.model.config.vocab_size
         if low < 0 or high >= vocab_size:
             bad = shown(low if low < 0 else high)
-            raise FasteagleError(f"token id {bad} is outside the vocabulary of {vocab_size:,}")
+            raise FasteagleError(
+                f"token id {bad} is outside the vocabulary of {vocab_size:,}: use 0 .. "
+                f"{vocab_size - 1:,}"
+            )
 
     @torch.no_grad()
     def prefill(self, prompt: Sequence[int]) -> Prefilled:

@@ -133,7 +133,7 @@ def write_folder(
 
     Raises `FasteagleError` where memory is short, with what to do.
     """
-    require_free_space(folder, weight_bytes(checkpoint, scheme), f"the {scheme.name} weights")
+    require_free_space(folder, weight_bytes(checkpoint, scheme), f"writing {scheme.name} weights")
     weights = quantized_weights(checkpoint, scheme, device, notify)
     place, fix = torch.device(device), "choose a smaller model"  # one tensor was too much
     if place.type != "cpu":

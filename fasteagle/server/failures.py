@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.responses import JSONResponse, Response
 
-from fasteagle.errors import EngineError, FasteagleError
+from fasteagle.errors import LONGEST_SHOWN, EngineError, FasteagleError, cut
 from fasteagle.server.guard import error_body
 from fasteagle.server.job import CancelledError, TimedOutError
 from fasteagle.server.log import GONE, complain
@@ -55,7 +55,8 @@ def add_errors(app: FastAPI) -> None:
     async def http(request: Request, error: HTTPException) -> Response:
         text = str(error.detail)
         if text == "Not Found":  # starlette's, of a path: what is missing has words of its own
-            text = f"{request.url.path} is not served here: /openapi.json lists what is"
+            path = cut(request.url.path, LONGEST_SHOWN)
+            text = f"{path} is not served here: /openapi.json lists what is"
         code = getattr(error, "code", None)
         return answer(error.status_code, text, headers=error.headers, code=code)
 

@@ -163,9 +163,9 @@ class Planner:
             raise BadParameterError("tokens", f"{len(tokens):,} are more than max-seq-len {most:,}")
         for token in tokens:
             if not 0 <= token < vocab_size:
-                limit = f"{vocab_size:,}"
+                limit = f"{vocab_size - 1:,}"
                 raise BadParameterError(
-                    "tokens", f"{shown(token)} is outside the vocabulary of {limit}"
+                    "tokens", f"{shown(token)} is out of range: use 0 .. {limit}"
                 )
         return self._llm.tokenizer.raw(tokens)
 

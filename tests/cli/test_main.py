@@ -179,6 +179,7 @@ def test_cuda_where_there_is_none(tiny_dir, monkeypatch):
     ("error", "parts"),
     [
         (OSError(errno.ENOSPC, "No space left", "/x/y"), ["disk full at /x/y", "XDG_CACHE_HOME"]),
+        (OSError(errno.ENOSPC, "No space left", "/z"), ["at /z: free some space, or choose"]),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), ["disk full: free some space"]),
         (OSError(errno.EACCES, "Permission denied", "/x/y"), ["/x/y: Permission denied"]),
         (MemoryError(), ["out of memory"]),
@@ -186,6 +187,7 @@ def test_cuda_where_there_is_none(tiny_dir, monkeypatch):
     ],
 )
 def test_errors_from_below_become_one_line(tiny_dir, monkeypatch, error, parts):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
     monkeypatch.setattr("fasteagle.loading.open.open_checkpoint", raising(error))
     assert_one_line(invoke("chat", "--model", tiny_dir, "-p", "x"), *parts)
 
