@@ -77,7 +77,9 @@ def from_gguf(
 
     scaling = fields.text(f"{kind}.rope.scaling.type", "linear")  # llama.cpp's default
     if scaling not in ("none", "linear"):
-        raise FasteagleError(f"{source}: GGUF RoPE scaling {scaling!r} is not supported")
+        raise FasteagleError(
+            f"{source}: GGUF RoPE scaling {scaling!r} is not supported: choose another model"
+        )
     factor = f"{kind}.rope.scaling.attn_factor"
     if fields.number(factor, 1.0) != 1:
         raise fields.error(factor, "1, others are not supported")
@@ -98,7 +100,10 @@ def from_gguf(
     architecture = _ARCHITECTURES[kind]
     has_experts = fields.integer(f"{kind}.expert_count", 0, least=0) > 0
     if has_experts and kind not in _EXPERTS:
-        raise FasteagleError(f"{source}: GGUF architecture {kind!r} with experts is not supported")
+        raise FasteagleError(
+            f"{source}: GGUF architecture {kind!r} with experts is not supported: choose another "
+            "model"
+        )
     if has_experts or (kind in _EXPERTS and kind != "llama"):
         shape |= _experts(fields, kind, n_layer)
         architecture = "MixtralForCausalLM" if kind == "llama" else architecture

@@ -35,7 +35,7 @@ def pick_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise FasteagleError(f"device {name!r} is not one: use auto, cpu, cuda or cuda:N") from None
+        raise FasteagleError(f"device {name!r} is unknown: use auto, cpu, cuda or cuda:N") from None
     if device.type == "cuda" and (problem := cuda_problem(device)) is not None:
         raise FasteagleError(f"device {name!r}: {problem}: use --device cpu")
     return device

@@ -29,7 +29,7 @@ def read_questions(path: Path | None, limit: int | None) -> list[Question]:
     shipped = Path(str(resources.files("fasteagle"))) / "data/prompts.jsonl"
     questions = [_question(line, where) for line, where in json_lines(path or shipped)]
     if not questions:
-        raise FasteagleError(f"{path}: no questions in it")
+        raise FasteagleError(f"{path}: no questions in it: give another file")
     return questions[:limit]
 
 

@@ -33,17 +33,22 @@ def check_rows(rows: int, most: int | None) -> None:
     """Raise `FasteagleError` for more rows than the `most_rows` of a backend."""
     if most is not None and rows > most:
         raise FasteagleError(
-            f"tree-nodes {rows - 1:,} is out of range: use at most {most - 1}, for passes of "
-            f"more than {most} rows round otherwise here than plain decoding does"
+            f"tree-nodes {rows - 1:,} is out of range: use at most {most - 1}, because passes of "
+            f"more than {most} rows round differently from plain decoding here"
         )
 
 
 def _check_sizes(nodes: int, depth: int, pool: int, sizes: str) -> None:
     """Raise `FasteagleError` unless a tree of `depth` levels can have so many nodes."""
     if nodes > pool:
-        raise FasteagleError(f"tree-nodes {nodes} is more than the {pool} candidates that {sizes}")
+        raise FasteagleError(
+            f"tree-nodes {nodes} is more than the {pool} candidates that {sizes}: use fewer"
+        )
     if nodes < depth:
-        raise FasteagleError(f"tree-nodes {nodes} cannot hold a path of --tree-depth {depth}")
+        raise FasteagleError(
+            f"tree-nodes {nodes} cannot hold a path of --tree-depth {depth}: raise the former, or "
+            "lower the latter"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -83,7 +83,7 @@ def main(
 def moe_config(config: ModelConfig, experts: int, top_k: int) -> ModelConfig:
     """Return the config of the mixture. Raises `FasteagleError` where it cannot be made."""
     if config.architecture != "LlamaForCausalLM":
-        raise FasteagleError(f"{config.architecture}: only Llama models have a Mixtral of theirs")
+        raise FasteagleError(f"{config.architecture}: only Llama models become Mixtrals: give one")
     if config.rope_scaling or config.rope_freq_factors or config.rope_linear_factor != 1:
         raise FasteagleError("scaled RoPE is not written: choose another model")
     if top_k > experts:
@@ -99,7 +99,7 @@ def read_text(data: Path, config: ModelConfig) -> Tensor:
     conversations = read_conversations(data, config.vocab_size, config.max_seq_len)
     ids = torch.tensor([token for conversation in conversations for token in conversation.ids])
     if len(ids) < TOKENS:
-        raise FasteagleError(f"{data} has {len(ids):,} tokens, and routers need {TOKENS:,}")
+        raise FasteagleError(f"{data} has {len(ids):,} tokens, routers need {TOKENS:,}: give more")
     return ids[:TOKENS].view(-1, WINDOW)
 
 

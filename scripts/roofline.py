@@ -132,13 +132,17 @@ class Case:
         """Raise `FasteagleError` for a precision whose captured cycles are not predicted."""
         storage = self.work.storage
         if storage.element_bytes > 2:
-            raise FasteagleError(f"{self.precision}: cycles are predicted in 16 bits and below")
+            raise FasteagleError(
+                f"{self.precision}: cycles are predicted in 16 bits and below: use bf16"
+            )
         if storage.scheme is None and by_terms:
             raise FasteagleError(
                 "terms are those of quantized weights: give int8, int4 or a scheme"
             )
         if storage.scheme is not None and storage.scheme.head_bits != 8:
-            raise FasteagleError(f"{self.precision}: cycles are predicted with an int8 LM head")
+            raise FasteagleError(
+                f"{self.precision}: cycles are predicted with an int8 LM head: leave -lm out"
+            )
 
 
 def config_of(model: str) -> ModelConfig:

@@ -62,7 +62,7 @@ def test_devices(cards):
     cards(1)
     assert pick_device("cuda:0") == torch.device("cuda:0")
     assert refusal("cuda:1") == "device 'cuda:1': 1 CUDA devices found: use --device cpu"
-    assert refusal("tpu") == "device 'tpu' is not one: use auto, cpu, cuda or cuda:N"
+    assert refusal("tpu") == "device 'tpu' is unknown: use auto, cpu, cuda or cuda:N"
 
 
 def test_a_card_that_is_too_old(cards, capsys):

@@ -98,7 +98,7 @@ def test_what_cannot_be_made_is_one_line(tmp_path):
     data = str(write_answers(tmp_path / "data.jsonl", 8))
     for arguments, message in (
         (["--model", dense], "only Llama models"),
-        (["--model", llama], "has 512 tokens, and routers need 4,096"),
+        (["--model", llama], "has 512 tokens, routers need 4,096: give"),
         (["--model", llama, "--experts", "2", "--top-k", "3"], "top-k 3 is more than there are"),
         (["--model", llama, "--gguf", str(tmp_path / "x.gguf")], "leave it out"),
     ):

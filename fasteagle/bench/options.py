@@ -32,7 +32,7 @@ class EvalOptions:
 
     def __post_init__(self) -> None:
         if not self.precisions:
-            raise FasteagleError("precision '' names none: give for example int8,int4")
+            raise FasteagleError("precision '' is empty: give for example int8,int4")
         for precision in self.precisions:
             check_precision(precision)
         if self.window < 16:
@@ -84,7 +84,7 @@ class BenchOptions:
         check(self)
         for name, values in (("rows", self.rows), ("precision", self.precisions)):
             if not values:
-                raise FasteagleError(f"{name} '' names none: give one, or several as A,B")
+                raise FasteagleError(f"{name} '' is empty: give one, or several as A,B")
         for precision in self.precisions:
             check_precision(precision)
         self.params  # noqa: B018 - checks them

@@ -295,7 +295,7 @@ def _take_draft(values: Values) -> Values:
             )
         drafter = "none"
     if values["draft_precision"] != "auto" and values["draft_model"] is None:
-        raise FasteagleError("--draft-precision is of --draft-model: give that, too, or drop it")
+        raise FasteagleError("--draft-precision needs --draft-model: give both, or drop it")
     draft = taken(DraftOptions, values, drafter=drafter)
     require_unset(draft, UNUSED.get(drafter, ()), f"with --drafter {drafter}")
     if draft.tree_file is not None:

@@ -17,7 +17,7 @@ from fasteagle.paths import atomic_dir, require_place
 def run_quantize(model: str, options: RuntimeOptions, out: Path) -> None:
     """Write the quantized model into the folder `out`, which `chat` takes as `--model`."""
     if options.quant is None:
-        raise FasteagleError("quantize to what? give --int4, --int8 or --precision NAME")
+        raise FasteagleError("quantize needs a precision: give --int4, --int8 or --precision NAME")
     if options.backend == "torchao":
         raise FasteagleError("quantize writes fasteagle's own formats: leave -torchao out")
     for part in (options.dtype, options.cpu_kernels):
@@ -34,7 +34,9 @@ def run_quantize(model: str, options: RuntimeOptions, out: Path) -> None:
     opened = open_model(model)
     checkpoint = opened.checkpoint
     if checkpoint.scheme is not None:
-        raise FasteagleError(f"{model} is quantized already ({checkpoint.scheme.name})")
+        raise FasteagleError(
+            f"{model} is quantized already ({checkpoint.scheme.name}): give an unquantized model"
+        )
     scheme = scheme_for(checkpoint, options.quant, options.head_bits)
     device = pick_device(options.device)
     with atomic_dir(out) as temporary:

@@ -147,7 +147,7 @@ class Repl:
     def _stats(self, _: str) -> None:
         stats = self.session.stats
         if not stats.new_tokens:
-            raise FasteagleError("no answer yet")
+            raise FasteagleError("no answer yet: ask something first")
         print(format_stats(stats))
         print(
             f"passes {stats.passes:,} | finish {stats.finish or 'stopped'} | context "

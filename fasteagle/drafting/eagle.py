@@ -48,7 +48,7 @@ class EagleDrafter(HeadDrafter):
         if shape.topk > head.config.draft_vocab_size:
             raise FasteagleError(
                 f"tree-topk {shape.topk} is more than the draft vocabulary of "
-                f"{head.config.draft_vocab_size:,} tokens"
+                f"{head.config.draft_vocab_size:,} tokens: use fewer"
             )
         super().__init__(head, max_seq_len, noise)
         self.name = "eagle-chain" if shape.topk == 1 else "eagle"

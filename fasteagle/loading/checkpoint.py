@@ -91,7 +91,9 @@ def _open_folder(path: Path, raw: dict[str, Any]) -> Checkpoint:
         return SafetensorsFolder(path, config)
     if any(path.glob("pytorch_model*.bin")):
         return TorchBinFolder(path, config)
-    raise FasteagleError(f"{path}: no *.safetensors and no pytorch_model*.bin in the folder")
+    raise FasteagleError(
+        f"{path}: no *.safetensors and no pytorch_model*.bin in the folder: fetch the weights"
+    )
 
 
 def check_complete(checkpoint: Checkpoint, source: str) -> None:
@@ -106,7 +108,9 @@ def check_complete(checkpoint: Checkpoint, source: str) -> None:
     extra = {n for n in names - expected.keys() if not n.endswith("inv_freq")} - {"lm_head.weight"}
     problems += [f"unknown {name}" for name in extra if not name.startswith(MTP_LAYERS)]
     if problems:
-        raise FasteagleError(f"{source}: {len(problems)} wrong tensors: {shortened(problems)}")
+        raise FasteagleError(
+            f"{source}: {len(problems)} wrong tensors: {shortened(problems)}: fetch them again"
+        )
 
 
 def load_model(

@@ -40,7 +40,10 @@ def resolve(model: str) -> Source:
     if model in REGISTRY:
         return _resolve_entry(model, REGISTRY[model])
     if len(model) > LONGEST_NAME or "\0" in model:
-        raise FasteagleError(f"model {model[:40]!r}... of {len(model):,} characters is no name")
+        raise FasteagleError(
+            f"model {model[:40]!r}... of {len(model):,} characters is no name: give one of "
+            "`fasteagle models`, or a path"
+        )
     path = Path(os.path.expanduser(model))
     if os.path.exists(path):
         return Source(model, _model_file(path))

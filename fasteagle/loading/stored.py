@@ -122,7 +122,8 @@ class StoredFolder(SafetensorsFolder):
         absent = sorted(weight_map(self.path / INDEX).keys() - self._stored.keys())
         if absent:
             raise FasteagleError(
-                f"{self.path / INDEX} names tensors that are not there: {shortened(absent)}"
+                f"{self.path / INDEX} names tensors that are not there: {shortened(absent)}: "
+                "quantize the model again"
             )
         for name, entry in self._packed.items():
             try:

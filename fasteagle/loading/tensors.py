@@ -93,11 +93,14 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = parse_json_file(path)
     except FileNotFoundError:
-        raise FasteagleError(f"{path}: file is missing") from None
+        raise FasteagleError(f"{path}: file is missing: fetch the folder again") from None
     except (ValueError, OSError) as error:
-        raise FasteagleError(f"{path}: cannot be read as JSON ({error})") from error
+        raise FasteagleError(
+            f"{path}: cannot be read as JSON ({error}): correct it, or fetch it again"
+        ) from error
     if not isinstance(value, dict):
-        raise FasteagleError(f"{path}: expected a JSON object, found {type(value).__name__}")
+        kind = type(value).__name__
+        raise FasteagleError(f"{path}: expected a JSON object, found {kind}: fetch it again")
     return value
 
 
@@ -295,7 +298,7 @@ def _shards(path: Path, single: str, pattern: str) -> list[Path]:
     absent = [name for name in names if not (path / name).exists()]
     if absent:
         raise FasteagleError(
-            f"{path}: shards named by {index.name} are missing: {', '.join(absent)}"
+            f"{path}: shards named by {index.name} are missing: {', '.join(absent)}: fetch them"
         )
     return [path / name for name in names]
 

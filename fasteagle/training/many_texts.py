@@ -40,7 +40,9 @@ def require_whole(model: Transformer, length: int) -> None:
     """Raise `FasteagleError` where a text of this length is longer than the sliding window."""
     window = model.config.sliding_window
     if window is not None and length > window:
-        raise FasteagleError(f"texts of {length:,} tokens exceed the sliding window of {window:,}")
+        raise FasteagleError(
+            f"texts of {length:,} tokens exceed the sliding window of {window:,}: lower --max-len"
+        )
 
 
 def norm(module: nn.Module, x: Tensor) -> Tensor:

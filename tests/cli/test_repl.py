@@ -81,7 +81,7 @@ def typed(llm, capsys):
 
 def test_commands(typed, monkeypatch):
     assert "/retry" in typed("/help") and "Ctrl-C" in typed("/?")
-    assert "no answer yet" in typed("/stats") or typed.chat.session.stats.new_tokens
+    assert "no answer yet: ask" in typed("/stats") or typed.chat.session.stats.new_tokens
     assert "nothing to retry" in typed("/retry")
     text = typed("/retyr")
     assert "no command '/retyr'; did you mean '/retry'" in text and "prefill" not in text

@@ -103,7 +103,7 @@ def _own_terminal() -> None:
 def test_a_conversation(tiny_dir, tmp_path):
     terminal = Terminal("--model", tiny_dir, "--no-compile", "--max-new-tokens", 8)
     terminal.wait_for(">>> $")
-    assert "no answer yet" in terminal.ask("/stats")
+    assert "no answer yet: ask" in terminal.ask("/stats")
     first = terminal.ask("hello", r"prefill \d+ tok [\d.]+ s \| \d tok [^\n]*tau \d[^\n]*\n>>> $")
     assert "cached" not in first and re.search(r"tok/s \| tau \d\.\d\d", first)
     terminal.ask("and more", r"prefill \d+ tok \(\d+ cached\)[^\n]*\n>>> $")

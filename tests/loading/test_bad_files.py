@@ -75,8 +75,8 @@ BAD = [
     (HEADER, "[1]", "its header must be a JSON object"),
     # Whole files
     (CONFIG, "{", "cannot be read as JSON"),
-    (CONFIG, "[1]", "expected a JSON object, found list"),
-    (CONFIG, "[" * 100_000, "cannot be read as JSON (nested too deeply)"),
+    (CONFIG, "[1]", "expected a JSON object, found list: fetch"),
+    (CONFIG, "[" * 100_000, "cannot be read as JSON (nested too deeply): correct"),
     (CONFIG, '{"architectures": ["LlamaForCausalLM"]}', "hidden_size is missing: must"),
     (INDEX, '{"weight_map": 5}', "weight_map is 5: must be a JSON object"),
     (INDEX, "{}", "its weight_map names no tensor"),

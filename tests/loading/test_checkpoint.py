@@ -45,7 +45,7 @@ def test_sharded_safetensors_equal_a_single_file(tiny_dir, tmp_path):
     assert len(shards) > 2
     assert_same(weights_of(tmp_path), weights_of(tiny_dir))
     shards[1].unlink()
-    with pytest.raises(FasteagleError, match=f"are missing: {shards[1].name}"):
+    with pytest.raises(FasteagleError, match=f"are missing: {shards[1].name}: fetch"):
         load(tmp_path)
 
 
@@ -132,7 +132,7 @@ EXTRA = "model.layers.0.mlp.extra.weight"
     [
         (
             lambda tensors: (tensors.pop(UP_PROJ), tensors.pop(NORM)),
-            ["2 wrong tensors", f"missing {UP_PROJ}", f"missing {NORM}"],
+            ["2 wrong tensors", ": fetch them again", f"missing {UP_PROJ}", f"missing {NORM}"],
         ),
         (
             lambda tensors: tensors.update({NORM: torch.ones(63), EXTRA: torch.ones(3)}),

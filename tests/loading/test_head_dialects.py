@@ -215,7 +215,7 @@ BAD = [
     (SF, aux_ids(1, 3, 9), "layers 2, 4, 10 must ascend within 0 .. 8, .*: give --tap-layers"),
     (SF, aux_ids(1, 1, 3), "auxiliary layers 2, 2, 4 must ascend"),
     (SF, aux_ids(1, 3), "fc reads 96 values, 3 layers of 32, but the layers are 2, 4: give"),
-    (SF, aux_ids("1", 2, 3), r"\['1', 2, 3\]: must be a list of block numbers"),
+    (SF, aux_ids("1", 2, 3), r"\['1', 2, 3\]: must be a list of block numbers: fetch"),
     # What is no EAGLE head of ours, by its name.
     *((name, said(rope_scaling=YARN), "RoPE scaling 'yarn' is not") for name in (E1, E3, SF, NV)),
     (SP, lambda r, s: r["transformer_layer_config"].update(rope_parameters=YARN), "'yarn' is not"),

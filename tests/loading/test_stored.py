@@ -149,7 +149,7 @@ DAMAGE = [
     (shortened(SHARD, 0), "damaged or truncated"),
     (shortened(SHARD, 5000), "damaged or truncated"),
     (shortened(CONFIG, 0), "cannot be read as JSON"),
-    (lambda folder: (folder / "model.safetensors.index.json").unlink(), "file is missing"),
+    (lambda folder: (folder / "model.safetensors.index.json").unlink(), "file is missing: fetch"),
     (lose_all, "config.json"),
     (said("quantization_config", format=99), "quantized format 99, this fasteagle reads"),
     (said("quantization_config", scheme={}), "bits is missing"),
@@ -159,7 +159,7 @@ DAMAGE = [
     ),
     (packs_a_vector, "does not fit its header"),
     (said("model", rope_freq_factors=[1.0, 2.0]), "rope_freq_factors is .* must be 8 numbers"),
-    (put("q", lambda q: None), "names tensors that are not there"),
+    (put("q", lambda q: None), "names tensors that are not there: .*: quantize the"),
     (put("q", lambda q: q.to(torch.int16)), "q is torch.int16"),
     (put("scales", lambda scales: scales.to(torch.int32)), "scales is torch.int32"),
     (put("zeros", lambda zeros: zeros.float()), "zeros is torch.float32"),
@@ -236,7 +236,7 @@ def test_flags_that_contradict_the_checkpoint(folder, tmp_path):
     assert invoke("quantize", folder, "--precision", "int4-g32", "-o", out).exit_code == 0
     for arguments, message in (
         (("chat", "--model", out, "--int8", "-p", "x"), "already (int4-g32-minmax), which"),
-        (("quantize", out, "--int8", "-o", tmp_path / "b"), "is quantized already"),
+        (("quantize", out, "--int8", "-o", tmp_path / "b"), "): give an unquantized model"),
         (
             ("quantize", folder, "--precision", "int4-g32-lm4", "-o", tmp_path / "b"),
             "its precision is chosen when the model runs: leave -lm4 out",

@@ -239,7 +239,7 @@ def test_a_model_that_writes_nothing_usable_is_not_asked_for_ever(tiny_dir, tmp_
         (("--prompts", "s.jsonl"), 's.jsonl, line 1: expected {"turns"'),
         (("--seeds", "p.jsonl", "--count", 1), 'p.jsonl, line 1: expected {"instruction"'),
         (("--seeds", "empty.jsonl", "--count", 1), "no seed task of at most 300 characters"),
-        (("--prompts", "p.jsonl", "--exclude", "empty.jsonl"), "no questions in it"),
+        (("--prompts", "p.jsonl", "--exclude", "empty.jsonl"), "no questions in it: give"),
         (("--prompts", "p.jsonl", "--out", "folder"), "is a directory"),
         (("--prompts", "p.jsonl", "--out", "p.jsonl/x"), "cannot write p.jsonl/x"),
     ],

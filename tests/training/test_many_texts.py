@@ -119,7 +119,7 @@ def test_what_is_refused(target, tokenizer):
     with pytest.raises(FasteagleError, match="temperature alone"):
         writer.begin(0, request("abc", SamplingParams(1.0, top_p=0.9)))
     target = random_target(tiny_config(sliding_window=24))
-    with pytest.raises(FasteagleError, match="32 tokens exceed the sliding window of 24"):
+    with pytest.raises(FasteagleError, match="window of 24: lower --max-len"):
         ManyTexts(target, tokenizer, 1, 32)
     with pytest.raises(FasteagleError, match="sliding window"):
         features_of(target, [Conversation([1] * 25, 2)])

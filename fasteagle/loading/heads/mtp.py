@@ -75,7 +75,9 @@ def read_layer(path: Path) -> tuple[Raw, State] | None:
         return None
     config, state = mtp_layer(checkpoint.config), _state(checkpoint)
     if not state:
-        raise FasteagleError(f"{path}: its layer for multi-token prediction has no weights")
+        raise FasteagleError(
+            f"{path}: its layer for multi-token prediction has no weights: choose another head"
+        )
     raw = layer_config(config.block, next(iter(state.values())).dtype)
     return raw | {"bias": False, "mtp": True}, state
 

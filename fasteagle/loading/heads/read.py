@@ -289,7 +289,9 @@ def _read_state(folder: Path) -> tuple[State, Header | None]:
     elif pickled.exists():
         state = unpickled_tensors(pickled)
     else:
-        raise FasteagleError(f"{folder}: no model.safetensors and no pytorch_model.bin")
+        raise FasteagleError(
+            f"{folder}: no model.safetensors and no pytorch_model.bin: give the folder of a head"
+        )
     lists = sorted(folder.glob("freq_*.pt"), key=lambda path: (len(path.name), path.name))
     if lists and MAP not in state:
         ids = _token_ids(lists[-1])  # the longest of them
@@ -327,7 +329,7 @@ def _header(metadata: dict[str, str], where: str) -> Header | None:
     try:
         header = parse_json(metadata[HEADER_KEY])
     except ValueError as error:
-        raise FasteagleError(f"{where} cannot be read as JSON ({error})") from error
+        raise FasteagleError(f"{where} is no JSON ({error}): fetch it again") from error
     if not isinstance(header, dict):
         raise FasteagleError(f"{where} must be a JSON object: train or fetch the head again")
     fields = Fields(header, where)
@@ -360,7 +362,9 @@ def _described(name: str, raw: Raw, state: State, header: Header | None) -> Head
     if layers is not None:
         if not (isinstance(layers, list) and all(type(i) is int for i in layers)):
             where = f"{name}: {layout.layers}"
-            raise FasteagleError(f"{where} is {layers!r}: must be a list of block numbers")
+            raise FasteagleError(
+                f"{where} is {layers!r}: must be a list of block numbers: fetch the head again"
+            )
         layers = tuple(layer + layout.shift for layer in layers)
     return HeadSource(name, layout.name, raw, state, eagle3, header, layers, layout.shift == 1)
 
