@@ -64,7 +64,7 @@ def _drafting(text: Text, how: How) -> DraftTensors:
     """Return what drafts for a text."""
     tensors, drafter = DraftTensors(), text.drafter
     if how.depth and drafter is not None and drafter.lookup is not None:
-        tensors = tensors._replace(table=drafter.lookup.table, kept=drafter.lookup.last)
+        tensors = tensors._replace(table=drafter.lookup.table, recent=drafter.lookup.last)
     if how.head is not None and isinstance(drafter, EagleDrafter):
         keys, values = drafter.cache.layers[0]
         tensors = tensors._replace(keys=keys, values=values)

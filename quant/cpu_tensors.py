@@ -115,7 +115,7 @@ class DraftTensors(NamedTuple):
     """
 
     table: Tensor | None = None
-    kept: Tensor | None = None
+    recent: Tensor | None = None
     keys: Tensor | None = None
     values: Tensor | None = None
     temperature: Tensor | None = None

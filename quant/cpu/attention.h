@@ -344,19 +344,19 @@ struct Attention {
   void combine(int64_t g, int64_t i, float* out) const {
     const int64_t E = heads.E, length = seen->length(row + i / heads.group());
     const int64_t n = (length + KEYS - 1) / KEYS, next = queries() * (E + 2);
-    float *first = part(g, 0, i), *found = first;
+    float *first = part(g, 0, i), *partial = first;
     float most = -std::numeric_limits<float>::infinity();
-    for (int64_t b = 0; b < n; b++, found += next) most = std::max(most, found[E + 1]);
+    for (int64_t b = 0; b < n; b++, partial += next) most = std::max(most, partial[E + 1]);
     float total = 0;
-    found = first;
+    partial = first;
     for (int64_t from = 0; from < n; from += W) {
       const int64_t some = std::min<int64_t>(W, n - from);
       VF factors = splat(most);
-      for (int64_t b = 0; b < some; b++) factors[b] = found[b * next + E + 1];
+      for (int64_t b = 0; b < some; b++) factors[b] = partial[b * next + E + 1];
       factors = exp_of(factors - most);
-      for (int64_t b = 0; b < some; b++, found += next) {
-        total += found[E] * factors[b];
-        found[E + 1] = factors[b];
+      for (int64_t b = 0; b < some; b++, partial += next) {
+        total += partial[E] * factors[b];
+        partial[E + 1] = factors[b];
       }
     }
     const float inverse = 1.0f / total;
@@ -368,12 +368,12 @@ struct Attention {
 
   // Adds N * W columns of n blocks, `next` apart, whose factors lie `at` places on.
   template <int N>
-  void combine_columns(const float* found, int64_t next, int64_t n, int64_t at, float inverse,
+  void combine_columns(const float* partial, int64_t next, int64_t n, int64_t at, float inverse,
                        float* out) const {
     VF sums[N] = {};
-    for (int64_t b = 0; b < n; b++, found += next) {
-      const VF factor = splat(found[at]);
-      for_each<N>([&](int c) { sums[c] = fma(factor, load(found + c * W), sums[c]); });
+    for (int64_t b = 0; b < n; b++, partial += next) {
+      const VF factor = splat(partial[at]);
+      for_each<N>([&](int c) { sums[c] = fma(factor, load(partial + c * W), sums[c]); });
     }
     for_each<N>([&](int c) { store(out + c * W, sums[c] * inverse); });
   }

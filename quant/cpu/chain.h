@@ -80,7 +80,7 @@ struct Text {
   C *k, *v;
   Noise noise;
   int64_t* drafted;          // [depth]
-  std::vector<float> found;  // path probabilities
+  std::vector<float> paths;  // path probabilities
 };
 
 // Rows of a step: token, feature and slot of each.
@@ -280,7 +280,7 @@ void draft_chains(const Chains<C>& of_all, int64_t depth, const std::vector<floa
         paths[i] *= 1.0f / best[place].total;
         own_tokens[i] = chains.target_ids[best[place].index];
         if (me.id == 0) {
-          texts[i].found.push_back(paths[i]);
+          texts[i].paths.push_back(paths[i]);
           texts[i].drafted[level] = own_tokens[i];
         }
         const bool goes_on =

@@ -95,19 +95,19 @@ struct Weight {
   template <int BITS>
   [[gnu::always_inline]] Parameters<BITS> parameters(const uint8_t* block, int64_t group,
                                                      int part) const {
-    Parameters<BITS> found;
+    Parameters<BITS> result;
     const int64_t at = group * COLUMNS + part * W, bytes = at * (h.wide ? 4 : 2);
     __builtin_prefetch(block + h.scales_at + bytes + h.stride);
     if (BITS == 4) __builtin_prefetch(block + h.second_at + bytes + h.stride);
     for (int p = 0; p < PARTS<BITS>; p++) {
-      found.scale[p] = parameter(block + h.scales_at, at + p * W);
+      result.scale[p] = parameter(block + h.scales_at, at + p * W);
       if constexpr (BITS == 4) {
-        found.offset[p] = parameter(block + h.second_at, at + p * W);
+        result.offset[p] = parameter(block + h.second_at, at + p * W);
         if (h.second == 2) [[unlikely]]
-          found.offset[p] = -(found.offset[p] * found.scale[p]);
+          result.offset[p] = -(result.offset[p] * result.scale[p]);
       }
     }
-    return found;
+    return result;
   }
 
  private:

@@ -107,15 +107,16 @@ struct Head : torch::CustomClassHolder {
       Chains<C> chains = arranged<C>(scratch, texts, features, depth);
       chains.target_ids = target_ids.const_data_ptr<int64_t>();
       draft_chains(chains, depth, verify, expand);
-      std::vector<std::vector<float>> found;
-      for (Text<C>& text : texts) found.push_back(std::move(text.found));
-      return found;
+      std::vector<std::vector<float>> paths;
+      for (Text<C>& text : texts) paths.push_back(std::move(text.paths));
+      return paths;
     };
     std::vector<std::tuple<Tensor, Tensor>> results;
-    for (const std::vector<float>& found : type == at::kFloat ? run(0.0f) : run(Bf16{})) {
-      const int64_t n = found.size(), likely = n - !(found.back() >= at_depth(verify, n - 1));
+    for (const std::vector<float>& probabilities : type == at::kFloat ? run(0.0f) : run(Bf16{})) {
+      const int64_t n = probabilities.size(),
+                    likely = n - !(probabilities.back() >= at_depth(verify, n - 1));
       Tensor paths = at::empty({n}, drafted.options().dtype(at::kFloat));
-      std::copy(found.begin(), found.end(), paths.mutable_data_ptr<float>());
+      std::copy(probabilities.begin(), probabilities.end(), paths.mutable_data_ptr<float>());
       results.emplace_back(drafted[results.size()].slice(0, 0, likely), paths);
     }
     return results;

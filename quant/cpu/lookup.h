@@ -65,13 +65,13 @@ Match find_in_text(const int64_t* text, int64_t last, int64_t longest) {
 
 // Table of how often looked-up tokens were right, with the last proposal; documents to look in.
 struct Lookup {
-  Tensor table;  // [2, 8, 8] of tokens tried and accepted, by match size and depth
-  Tensor kept;   // [4 + R]: position of its root, root, match size, number of tokens, tokens
+  Tensor table;   // [2, 8, 8] of tokens tried and accepted, by match size and depth
+  Tensor recent;  // [4 + R]: position of its root, root, match size, number of tokens, tokens
   std::optional<CorpusIndex> corpus;
   int64_t longest;  // tokens of a match
 
-  Lookup(const Tensor& table_, const Tensor& kept_, at::TensorList corpus_, int64_t longest_)
-      : table(table_), kept(kept_), longest(longest_) {
+  Lookup(const Tensor& table_, const Tensor& recent_, at::TensorList corpus_, int64_t longest_)
+      : table(table_), recent(recent_), longest(longest_) {
     if (!corpus_.empty()) corpus = named<CorpusIndex>(corpus_);
   }
 };
@@ -90,28 +90,29 @@ struct Copied {
 Copied look_up(const Tensor& text_, const Tensor& last_, const Lookup& lookup, int64_t reach,
                double keep) {
   const int64_t last = last_.item<int64_t>(), *text = text_.const_data_ptr<int64_t>();
-  const Tensor &table = lookup.table, &proposal = lookup.kept;
+  const Tensor &table = lookup.table, &proposal = lookup.recent;
   TORCH_CHECK(last >= 0 && last < text_.numel() && text_.is_contiguous(), "last token at ", last);
   TORCH_CHECK(table.numel() == 2 * CLASSES * CLASSES && proposal.numel() >= 4 + reach &&
                   table.is_contiguous() && proposal.is_contiguous() && reach >= 0,
               "a table");
   float *tried = table.mutable_data_ptr<float>(), *right = tried + CLASSES * CLASSES;
-  int64_t* kept = proposal.mutable_data_ptr<int64_t>();
+  int64_t* recent = proposal.mutable_data_ptr<int64_t>();
   const auto cell = [](int64_t size, int64_t depth) {
     return std::min<int64_t>(size, CLASSES) * CLASSES - CLASSES +
            std::min<int64_t>(depth, CLASSES) - 1;
   };
   // Only one cycle later: more tokens after its root mean a new turn or another text.
-  if (kept[0] <= last && last <= kept[0] + reach + 1 && text[kept[0]] == kept[1] && kept[2]) {
-    for (int64_t i = 0; i < kept[3] && kept[0] + 1 + i <= last; i++) {
-      const int64_t c = cell(kept[2], i + 1);
-      const bool is_right = text[kept[0] + 1 + i] == kept[4 + i];
+  if (recent[0] <= last && last <= recent[0] + reach + 1 && text[recent[0]] == recent[1] &&
+      recent[2]) {
+    for (int64_t i = 0; i < recent[3] && recent[0] + 1 + i <= last; i++) {
+      const int64_t c = cell(recent[2], i + 1);
+      const bool is_right = text[recent[0] + 1 + i] == recent[4 + i];
       tried[c] += 1.0f;
       right[c] += is_right;
       if (!is_right) break;
     }
     for (int64_t depth = 1; depth <= CLASSES; depth++) {
-      const int64_t c = cell(kept[2], depth);
+      const int64_t c = cell(recent[2], depth);
       const float share = std::min(1.0f, TABLE_MEMORY / tried[c]);
       tried[c] *= share;
       right[c] *= share;
@@ -122,21 +123,22 @@ Copied look_up(const Tensor& text_, const Tensor& last_, const Lookup& lookup, i
       lookup.corpus ? find_in_corpus(*lookup.corpus, text, last, lookup.longest) : Match{};
   const int64_t size = std::max(here.size, there.size);
   Copied copied;
-  std::vector<int64_t>& found = copied.tokens;
+  std::vector<int64_t>& proposed = copied.tokens;
   if (there.size > here.size) {
     const Tensor& documents = lookup.corpus->tokens;
     const int64_t* tokens = documents.const_data_ptr<int64_t>();
     const int64_t end = std::min(there.end + 1 + reach, documents.numel());
-    for (int64_t i = there.end + 1; i < end && tokens[i] >= 0; i++) found.push_back(tokens[i]);
+    for (int64_t i = there.end + 1; i < end && tokens[i] >= 0; i++) proposed.push_back(tokens[i]);
   } else if (size) {  // a repetition is expected to continue
-    for (int64_t i = 0; i < reach; i++) found.push_back(text[here.end + 1 + i % (last - here.end)]);
+    for (int64_t i = 0; i < reach; i++)
+      proposed.push_back(text[here.end + 1 + i % (last - here.end)]);
   }
-  const int64_t n = found.size();
-  kept[0] = last;
-  kept[1] = text[last];
-  kept[2] = size;
-  kept[3] = n;
-  std::copy(found.begin(), found.end(), kept + 4);
+  const int64_t n = proposed.size();
+  recent[0] = last;
+  recent[1] = text[last];
+  recent[2] = size;
+  recent[3] = n;
+  std::copy(proposed.begin(), proposed.end(), recent + 4);
   for (float path = 1.0f; (int64_t)copied.paths.size() < n;) {
     const int64_t c = cell(size, copied.paths.size() + 1);
     path *= std::min(1.0f, std::max(1e-3f, right[c] / tried[c]));
@@ -144,7 +146,7 @@ Copied look_up(const Tensor& text_, const Tensor& last_, const Lookup& lookup, i
     copied.paths.push_back(path);
     copied.gain += path - keep;
   }
-  found.resize(copied.paths.size());
+  proposed.resize(copied.paths.size());
   return copied;
 }
 

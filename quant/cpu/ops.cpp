@@ -125,10 +125,10 @@ void finish_by_lists(const Tensor& logits, const Tensor& read, const OptionalTen
 
 // See `look_up` in lookup.h. Returns tokens, path probabilities and gain.
 std::tuple<Tensor, Tensor, double> look_up_chain(const Tensor& text, const Tensor& last,
-                                                 const Tensor& table, const Tensor& kept,
+                                                 const Tensor& table, const Tensor& recent,
                                                  at::TensorList corpus, int64_t longest,
                                                  int64_t reach, double keep) {
-  const Copied copied = look_up(text, last, {table, kept, corpus, longest}, reach, keep);
+  const Copied copied = look_up(text, last, {table, recent, corpus, longest}, reach, keep);
   const int64_t n = copied.tokens.size();
   Tensor tokens = at::empty({n}, text.options()), paths = at::empty({n}, table.options());
   std::copy_n(copied.tokens.begin(), n, tokens.mutable_data_ptr<int64_t>());
@@ -161,7 +161,7 @@ std::vector<std::vector<Cycle>> cycles(
     const DraftTensors& own = each_drafting[i];
     texts.push_back(
         {each_state[i], each_sampling[i], own, std::nullopt, std::move(ends[i]), most[i]});
-    if (own.table.defined()) texts[i].lookup.emplace(own.table, own.kept, corpus, longest);
+    if (own.table.defined()) texts[i].lookup.emplace(own.table, own.recent, corpus, longest);
   }
   const How how{*target,
                 head ? head->get() : nullptr,
@@ -273,7 +273,7 @@ TORCH_LIBRARY(FASTEAGLE_NAMESPACE, m) {
   m.def("likeliest(Tensor row, int token, int n) -> (float, Tensor, Tensor)");
   m.def("linear(Tensor x, Tensor packed, Tensor? bias, int n, int first=0) -> Tensor");
   m.def(
-      "look_up(Tensor text, Tensor last, Tensor(a!) table, Tensor(b!) kept, Tensor[] corpus, "
+      "look_up(Tensor text, Tensor last, Tensor(a!) table, Tensor(b!) recent, Tensor[] corpus, "
       "int longest, int reach, float verify) -> (Tensor, Tensor, float)");
   m.def("maximum(Tensor x) -> (Tensor, Tensor)");
   m.def("norm(Tensor x, Tensor weight, float eps) -> Tensor");

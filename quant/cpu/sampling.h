@@ -133,7 +133,7 @@ std::tuple<Tensor, Tensor> maximum(const Tensor& x_) {
   Tensor places = at::empty({T}, x.options().dtype(at::kLong));
   const float* rows = x.const_data_ptr<float>();
   const int threads = at::get_num_threads();
-  std::vector<std::pair<float, int64_t>> found(T * threads);
+  std::vector<std::pair<float, int64_t>> candidates(T * threads);
   int used = 1;
   in_parallel([&](const Worker& me) {
     if (me.id == 0) used = me.size;
@@ -141,12 +141,12 @@ std::tuple<Tensor, Tensor> maximum(const Tensor& x_) {
     const auto share = me.share((V + COLUMNS - 1) / COLUMNS);
     const int64_t begin = share.begin * COLUMNS, end = std::min(share.end * COLUMNS, V);
     for (int64_t t = 0; t < T; t++)
-      found[t * threads + me.id] = largest_of(rows + t * V, begin, end);
+      candidates[t * threads + me.id] = largest_of(rows + t * V, begin, end);
   });
   for (int64_t t = 0; t < T; t++) {
-    auto best = found[t * threads];
+    auto best = candidates[t * threads];
     for (int i = 1; i < used; i++) {
-      const auto& next = found[t * threads + i];
+      const auto& next = candidates[t * threads + i];
       if (replaces(next.first, best.first)) best = next;
     }
     values.mutable_data_ptr<float>()[t] = best.first;
@@ -240,21 +240,21 @@ std::pair<float, int64_t> drawn_of_part(const float* x, int64_t token, int64_t n
 
 // Returns the largest of one row of logits [V] over the temperature, with noise, and its index.
 std::pair<float, int64_t> drawn_of(const float* x, int64_t V, const Noise& noise) {
-  std::vector<std::pair<float, int64_t>> found(at::get_num_threads());
+  std::vector<std::pair<float, int64_t>> candidates(at::get_num_threads());
   int used = 1;
   in_parallel([&](const Worker& me) {
     if (me.id == 0) used = me.size;
     const auto [begin, end] = me.share(V);
-    auto& best = found[me.id] = {-std::numeric_limits<float>::infinity(), begin};
+    auto& best = candidates[me.id] = {-std::numeric_limits<float>::infinity(), begin};
     for (int64_t i = begin; i < end; i += PART) {
       const int64_t n = std::min(PART, end - i);
       const auto [value, place] = drawn_of_part(x + i, i, n, noise, best.first);
       if (replaces(value, best.first)) best = {value, i + place};
     }
   });
-  auto best = found[0];
+  auto best = candidates[0];
   for (int i = 1; i < used; i++)
-    if (replaces(found[i].first, best.first)) best = found[i];
+    if (replaces(candidates[i].first, best.first)) best = candidates[i];
   return best;
 }
 
@@ -274,45 +274,46 @@ struct Likely {
 // Collects the tokens that the filters leave, in any order, of `weights` [V] that add up to
 // `total`. Tokens above some weight nearly always decide, and only these are compared.
 void keep_likely(const float* x, const float* weights, int64_t V, float temperature, double total,
-                 const Filters& filters, std::vector<Likely>& kept) {
+                 const Filters& filters, std::vector<Likely>& likely) {
   const bool ranked = filters.top_k > 0 || filters.top_p < 1.0f;
   for (const float least : {1e-4f, 1e-7f, std::numeric_limits<float>::min()}) {
     const float cut = ranked ? least : std::max(filters.min_p, std::numeric_limits<float>::min());
     double mass = 0.0;
-    kept.clear();
+    likely.clear();
     for (int64_t i = 0; i < V; i += W) {
       if (i + W <= V && !(largest(load(weights + i)) >= cut)) continue;
       for (int64_t j = i; j < std::min(i + W, V); j++)
         if (weights[j] >= cut) {
-          kept.push_back({x[j] / temperature, weights[j], j});
+          likely.push_back({x[j] / temperature, weights[j], j});
           mass += weights[j];
         }
     }
     if (!ranked) return;
-    if (filters.top_k > 0 ? (int64_t)kept.size() >= filters.top_k
+    if (filters.top_k > 0 ? (int64_t)likely.size() >= filters.top_k
                           : mass >= double(filters.top_p) * total)
       break;
   }
   const auto drop = [&](auto less_likely) {  // equal ones stay together
-    kept.erase(std::remove_if(kept.begin(), kept.end(), less_likely), kept.end());
+    likely.erase(std::remove_if(likely.begin(), likely.end(), less_likely), likely.end());
   };
   const auto likelier = [](const Likely& a, const Likely& b) { return a.score > b.score; };
-  if (filters.top_k > 0 && filters.top_k < (int64_t)kept.size()) {
-    std::nth_element(kept.begin(), kept.begin() + filters.top_k - 1, kept.end(), likelier);
-    const float kth = kept[filters.top_k - 1].score;
+  if (filters.top_k > 0 && filters.top_k < (int64_t)likely.size()) {
+    std::nth_element(likely.begin(), likely.begin() + filters.top_k - 1, likely.end(), likelier);
+    const float kth = likely[filters.top_k - 1].score;
     drop([&](const Likely& one) { return one.score < kth; });
   }
-  if (filters.top_p < 1.0f && !kept.empty()) {
-    std::sort(kept.begin(), kept.end(), likelier);
+  if (filters.top_p < 1.0f && !likely.empty()) {
+    std::sort(likely.begin(), likely.end(), likelier);
     if (filters.top_k > 0) {
       total = 0.0;
-      for (const Likely& one : kept) total += one.weight;
+      for (const Likely& one : likely) total += one.weight;
     }
     double mass = 0.0;
     size_t last = 0;
-    while ((mass += kept[last].weight) < double(filters.top_p) * total && last + 1 < kept.size())
+    while ((mass += likely[last].weight) < double(filters.top_p) * total &&
+           last + 1 < likely.size())
       last++;
-    const float least = kept[last].weight;
+    const float least = likely[last].weight;
     drop([&](const Likely& one) { return one.weight < least; });
   }
   if (filters.min_p > 0.0f) drop([&](const Likely& one) { return one.weight < filters.min_p; });
@@ -323,7 +324,7 @@ std::pair<float, int64_t> drawn_among(const float* x, int64_t V, const Noise& no
                                       const Filters& filters) {
   const int64_t parts = (V + PART - 1) / PART;
   thread_local std::vector<float> weights_of_row;
-  thread_local std::vector<Likely> kept;
+  thread_local std::vector<Likely> likely;
   weights_of_row.resize(V);
   float* weights = weights_of_row.data();
   std::vector<double> sums(parts);
@@ -358,11 +359,11 @@ std::pair<float, int64_t> drawn_among(const float* x, int64_t V, const Noise& no
   if (!std::isfinite(most / noise.temperature)) return {NAN, 0};
   double total = 0.0;
   for (const double part : sums) total += part;
-  keep_likely(x, weights, V, noise.temperature, total, filters, kept);
-  if (kept.empty()) return {NAN, 0};
+  keep_likely(x, weights, V, noise.temperature, total, filters, likely);
+  if (likely.empty()) return {NAN, 0};
   std::vector<float> scores;
   std::vector<int64_t> tokens;
-  for (const Likely& one : kept) {
+  for (const Likely& one : likely) {
     scores.push_back(x[one.token]);
     tokens.push_back(one.token);
   }

@@ -70,8 +70,8 @@ struct Sampling {
 
 // What drafts the chains of some cycles of a text: see `cycles` in ops.cpp.
 struct DraftTensors {
-  static constexpr std::string_view FIELDS = "table kept keys values temperature seed";
-  Tensor table, kept, keys, values, temperature, seed;
+  static constexpr std::string_view FIELDS = "table recent keys values temperature seed";
+  Tensor table, recent, keys, values, temperature, seed;
 };
 
 // Documents for lookup, with their index: `Corpus` in drafting/lookup.py.
