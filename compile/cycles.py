@@ -87,13 +87,13 @@ class CycleCompiler:
             shapes = drafter.shapes()
         every, kind = (None, *shapes), kind or SamplingMode()
         self._specs = [engine.spec(shape, kind, shapes) for shape in every]
-        self._found: dict[tuple[Drafter | None, CycleSpec], Pieces] = {}
+        self._compiled_pieces: dict[tuple[Drafter | None, CycleSpec], Pieces] = {}
 
     def compile(self, slots: Sequence[int] = (TRACED_SLOTS,)) -> None:
         """Compile for caches of any number of slots; `slots` are sizes that need different code."""
         for spec in self.missing:
             compiled = compile_part(functools.partial(self._compiled, spec, slots))
-            self._found[variant_of(self._drafter, spec)] = compiled
+            self._compiled_pieces[variant_of(self._drafter, spec)] = compiled
 
     @property
     def leaves_nothing(self) -> bool:
@@ -116,7 +116,7 @@ class CycleCompiler:
         engine = self._engine
         if self._drafter is not None and engine.drafter in (None, self._drafter):
             engine.runner.adopt(self._drafter)  # its draft head may be compiled in the meantime
-        engine.runner.use_compiled(self._found)
+        engine.runner.use_compiled(self._compiled_pieces)
 
     @torch.no_grad()
     def _compiled(self, spec: CycleSpec, slots: Sequence[int]) -> Pieces:

@@ -107,14 +107,14 @@ def _prove(
 ) -> None:
     """Run the checks unless a result is stored; products of `module` are torch's if they fail."""
     stamp = cache_dir() / "proofs" / f"{_digest(conditions)}.json"
-    failures, kept = _stored(stamp), f"; kept in {stamp}"
+    failures, where = _stored(stamp), f"; kept in {stamp}"
     if failures is None:
         failures, raised = _failures(checked())
         if raised or not keep(stamp, failures, "kernels are checked again next time"):
-            kept = ""
+            where = ""
     for part, reason in failures.items():
         line = f"{part} of backend {backend.name} failed on {device_name(_device(backend))}"
-        line = f"{line} ({reason}{kept})"
+        line = f"{line} ({reason}{where})"
         if strict:
             raise FasteagleError(f"{line}: leave out --strict to run it by torch")
         note(f"warning: {line}: run by torch instead")

@@ -27,16 +27,16 @@ Made = TypeVar("Made", covariant=True)
 
 
 def lasting(
-    make: Callable[[], Result], kept: Sequence[Tensor] = ()
+    make: Callable[[], Result], shared: Sequence[Tensor] = ()
 ) -> tuple[Callable[[], None], Result]:
     """Return a step that runs `make`, and a copy of its result, which each run of it renews.
 
     `make` runs once before. Graphs of one pool use the same memory: what a graph has allocated may
     be overwritten by the next replay of any other one, so a result that is read later must not lie
-    there. What lies in the memory of `kept`, which no graph has allocated, is no copy: compiled
+    there. What lies in the memory of `shared`, which no graph has allocated, is no copy: compiled
     code that changes these tensors expects to find a view of them again.
     """
-    places = {id_of(tensor) for tensor in kept}
+    places = {id_of(tensor) for tensor in shared}
 
     def copied(tensor: Tensor) -> Tensor:
         return tensor if id_of(tensor) in places else tensor.clone()

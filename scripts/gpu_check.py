@@ -106,8 +106,8 @@ def run_stage(stage: Stage, out: Path, limit: float, dry_run: bool) -> dict[str,
     command = [sys.executable, *placed]
     log.parent.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
-    kept = Path(tempfile.gettempdir()) / "fasteagle-gpu-check" / stage.caches
-    code = run_limited(command, log, limit, environment(kept))
+    caches = Path(tempfile.gettempdir()) / "fasteagle-gpu-check" / stage.caches
+    code = run_limited(command, log, limit, environment(caches))
     seconds = time.monotonic() - begin
     if log.stat().st_size > LOG_BYTES:
         log.write_bytes(log.read_bytes()[-LOG_BYTES:])
@@ -211,9 +211,9 @@ def merged(out: Path, other: Path) -> list[dict[str, Any]]:
         for ending in (".log", ".json"):
             if (file := other / f"{name}{ending}").exists():
                 shutil.copyfile(file, out / f"{name}{ending}")
-    kept = list(entries.values())
-    write_atomic(out / RECORD, json.dumps({**before, "stages": kept}, indent=1).encode())
-    return kept
+    stages = list(entries.values())
+    write_atomic(out / RECORD, json.dumps({**before, "stages": stages}, indent=1).encode())
+    return stages
 
 
 def pack(carried: Path) -> None:

@@ -29,7 +29,7 @@ from fasteagle.bench.report import build_report, metadata, print_report
 from fasteagle.bench.run import run
 from fasteagle.bench.several import HEADINGS, largest_batch, measure_sizes
 from fasteagle.bench.simulate import check_simulated
-from fasteagle.cli.command import Script, refuse_given
+from fasteagle.cli.command import Script, refuse_options
 from fasteagle.cli.options import (
     BENCH_MODEL,
     DRAFT,
@@ -144,7 +144,7 @@ def _write(path: Path, report: dict[str, Any]) -> None:
 
 def _check_batch(sizes: Sequence[int]) -> None:
     """Raise `FasteagleError` for sizes of --batch that cannot be, and for options of rows."""
-    refuse_given(OF_ROWS, "has no meaning with --batch: drop one")
+    refuse_options(OF_ROWS, "has no meaning with --batch: drop one")
     for size in sizes:
         if not 1 <= size <= MOST_AT_ONCE:
             raise FasteagleError(f"batch {size} is out of range: use 1 .. {MOST_AT_ONCE}")

@@ -27,7 +27,7 @@ from typing import Any
 import click
 import torch
 
-from fasteagle.cli.command import Script, refuse_given
+from fasteagle.cli.command import Script, refuse_options
 from fasteagle.cli.options import FILE, FOLDER
 from fasteagle.config import ModelConfig
 from fasteagle.config_fields import parse_json
@@ -133,7 +133,7 @@ def write_lines(path: Path, texts: list[Conversation]) -> None:
             file.write(json.dumps(line, separators=(",", ":")) + "\n")
 
 
-def kept_features(
+def features_in_memory(
     target: Transformer,
     measured: list[Conversation],
     texts: list[Conversation],
@@ -217,7 +217,7 @@ def main(
 ) -> None:
     require_writable(out / "text.jsonl")
     if text is not None:
-        refuse_given(OF_WRITING, "has no meaning with --text: drop one")
+        refuse_options(OF_WRITING, "has no meaning with --text: drop one")
     opened = open_model(model)
     place, config = pick_device(device), opened.checkpoint.config
     chosen = read_recipes(recipes, config)
@@ -254,7 +254,7 @@ def main(
         try:
             if store is None or computed != layers:
                 store = None  # before the next one takes its memory
-                store = kept_features(target, measured, texts, layers, feature_gib)
+                store = features_in_memory(target, measured, texts, layers, feature_gib)
                 computed = layers
             train(recipe, target, opened, store, len(measured), out / recipe.name)
         except FasteagleError as error:  # the others may end well

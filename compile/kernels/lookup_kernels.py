@@ -122,9 +122,9 @@ def _learn(
     hits_ptr = tried_ptr + CLASSES * CLASSES
     n_tried = tl.load(tried_ptr) + tl.sum(tried.to(tl.float32), 0)
     n_hits = tl.load(hits_ptr) + tl.sum(hits.to(tl.float32), 0)
-    kept = tl.minimum(tl.div_rn(MEMORY, n_tried), 1.0)
-    tl.store(tried_ptr, n_tried * kept)
-    tl.store(hits_ptr, n_hits * kept)
+    share = tl.minimum(tl.div_rn(MEMORY, n_tried), 1.0)
+    tl.store(tried_ptr, n_tried * share)
+    tl.store(hits_ptr, n_hits * share)
 
 
 @triton.jit(do_not_specialize=["N"])

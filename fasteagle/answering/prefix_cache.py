@@ -20,7 +20,7 @@ FEW_TOKENS = 32  # computing so many again costs no more than storing them
 
 
 @dataclasses.dataclass
-class _Kept:
+class _Sequence:
     """Sequence: its tokens, how many the drafter has seen, its rows of every cache."""
 
     tokens: list[int]
@@ -29,7 +29,7 @@ class _Kept:
     rows: list[Tensor]  # [2 L, G, n, E] each: the target's, then the drafter's own
 
     @classmethod
-    def of(cls, engine: Engine, most: int) -> _Kept:
+    def of(cls, engine: Engine, most: int) -> _Sequence:
         """Return up to `most` first tokens of the engine's sequence, with views of its rows."""
         slots = [cache.n_slots for cache in engine.caches]  # few where the drafter is a new one
         n = min(most, len(engine.cached), *slots)
@@ -46,16 +46,16 @@ class PrefixCache:
 
     def __init__(self, limit: int, device: torch.device | str = "cpu") -> None:
         self.limit, self.device = limit, device
-        self._kept: list[_Kept] = []
+        self._stored: list[_Sequence] = []
 
     @property
     def n_bytes(self) -> int:
         """Number of bytes in use."""
-        return sum(entry.n_bytes for entry in self._kept)
+        return sum(entry.n_bytes for entry in self._stored)
 
     def clear(self) -> None:
         """Drop all sequences."""
-        self._kept.clear()
+        self._stored.clear()
 
     @torch.no_grad()
     def turn_to(self, engine: Engine, prompt: Sequence[int], others: Sequence[Engine] = ()) -> None:
@@ -65,7 +65,7 @@ class PrefixCache:
         """
         shared = common_prefix(engine.cached, prompt)
         longest, most = None, shared + FEW_TOKENS
-        for entry in [*self._kept, *(_Kept.of(other, len(prompt)) for other in others)]:
+        for entry in [*self._stored, *(_Sequence.of(other, len(prompt)) for other in others)]:
             n = common_prefix(entry.tokens, prompt)
             # A drafter that has not seen those tokens would need them computed again.
             n = n if entry.drafter is _origin(engine) else 0
@@ -76,28 +76,28 @@ class PrefixCache:
         if longest is not None:
             rows = [rows[:, :, :most] for rows in longest.rows]
             engine.take(longest.tokens[:most], min(longest.shown, most), rows)
-            if any(other is longest for other in self._kept):  # else of an engine, or dropped
-                self._kept = [*(other for other in self._kept if other is not longest), longest]
+            if any(other is longest for other in self._stored):  # else of an engine, or dropped
+                self._stored = [*(one for one in self._stored if one is not longest), longest]
 
     def _keep(self, engine: Engine) -> None:
         """Store the engine's sequence, or as much of its beginning as the limit allows."""
         of_one = engine.slot_bytes
-        kept = _Kept.of(engine, self.limit // of_one)
-        tokens = kept.tokens
+        own = _Sequence.of(engine, self.limit // of_one)
+        tokens = own.tokens
         if (n := len(tokens)) <= FEW_TOKENS:
             return
-        for entry in self._kept:
-            if entry.drafter is kept.drafter and common_prefix(entry.tokens, tokens) == n:
-                self._kept = [*(k for k in self._kept if k is not entry), entry]
+        for entry in self._stored:
+            if entry.drafter is own.drafter and common_prefix(entry.tokens, tokens) == n:
+                self._stored = [*(k for k in self._stored if k is not entry), entry]
                 return
         # Stored beginnings of this sequence are part of it.
-        self._kept = [
-            entry for entry in self._kept if common_prefix(entry.tokens, tokens) < len(entry.tokens)
+        self._stored = [
+            one for one in self._stored if common_prefix(one.tokens, tokens) < len(one.tokens)
         ]
         while self.n_bytes + n * of_one > self.limit:
-            self._kept.pop(0)
-        kept.rows = [rows.to(self.device, copy=True) for rows in kept.rows]
-        self._kept.append(kept)
+            self._stored.pop(0)
+        own.rows = [rows.to(self.device, copy=True) for rows in own.rows]
+        self._stored.append(own)
 
 
 def _origin(engine: Engine) -> object:

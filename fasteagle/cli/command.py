@@ -124,7 +124,7 @@ class Cli(Script, click.Group):
     """Group of the `fasteagle` commands."""
 
 
-def refuse_given(names: Collection[str], problem: str) -> None:
+def refuse_options(names: Collection[str], problem: str) -> None:
     """Raise `FasteagleError` with `problem` for an option in `names` that is given."""
     context = click.get_current_context()
     for option in context.command.params:

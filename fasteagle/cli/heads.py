@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from fasteagle.cli.command import refuse_given
+from fasteagle.cli.command import refuse_options
 from fasteagle.cli.options import ExportOptions
 from fasteagle.errors import FasteagleError, note
 from fasteagle.loading import registry
@@ -38,9 +38,9 @@ def run_inspect_head(
     params = click.get_current_context().command.params
     of_model = {param.name or "" for param in params} - {"path", "model", "aux_layers"}
     if model is None:
-        refuse_given(of_model, "is of a model: add --model, or drop it")
+        refuse_options(of_model, "needs a model: add --model, or drop it")
     elif not probe:
-        refuse_given(of_model - {*OF_WEIGHTS}, "is of a model that runs: add --probe, or drop it")
+        refuse_options(of_model - {*OF_WEIGHTS}, "needs a model that runs: add --probe, or drop it")
     files = named_head(path)
     opened = open_model(model, runtime_options) if model else None
     identity = None

@@ -61,7 +61,7 @@ def with_scheme(
         return checkpoint.run_in(scheme)
     name = f"{fingerprint(checkpoint)[:24]}-{_source(checkpoint)[:12]}-{scheme.name}"
     folder = cache_dir() / "quantized" / name
-    stored = _kept(folder, notify)
+    stored = _stored(folder, notify)
     if stored is None:
         _prune(folder, notify)  # first: it makes room
         notify(f"quantizing to {scheme.name} (once; kept in the user cache) ...")
@@ -83,7 +83,7 @@ def _source(checkpoint: Checkpoint) -> str:
     return hashlib.sha256(repr((checkpoint.config, states)).encode()).hexdigest()
 
 
-def _kept(folder: Path, notify: Callable[[str], None]) -> StoredFolder | None:
+def _stored(folder: Path, notify: Callable[[str], None]) -> StoredFolder | None:
     """Return what an earlier start has kept, or None; a damaged folder is removed."""
     if not folder.exists():
         return None

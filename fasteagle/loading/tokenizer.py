@@ -183,8 +183,8 @@ class ChatTokenizer:
         texts = [form.replace("\\", "")]
         with contextlib.suppress(ValueError, RecursionError):
             texts.append(json.dumps(json.loads(form), ensure_ascii=False))
-        found = (special.search(text) for text in texts)
-        return next((match.group() for match in found if match), None)
+        matches = (special.search(text) for text in texts)
+        return next((match.group() for match in matches if match), None)
 
     @cached_property
     def _marks(self) -> tuple[re.Pattern[str], re.Pattern[str]]:

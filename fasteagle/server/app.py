@@ -59,7 +59,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     504: {"description": "The time for a request is over."},
 }
 
-Found = TypeVar("Found")
+Outcome = TypeVar("Outcome")
 
 
 class UnknownModelError(HTTPException):
@@ -127,8 +127,8 @@ class Server:
         return await asyncio.to_thread(lambda: JSONResponse(whole_reply(replies, answers)))
 
     async def planned(
-        self, request: Request, job: Job, make: Callable[[], Found], answers: bool = True
-    ) -> Found:
+        self, request: Request, job: Job, make: Callable[[], Outcome], answers: bool = True
+    ) -> Outcome:
         """Return the result of `make`, run by another thread; `job` has a place in the queue.
 
         A place whose client leaves, or whose time ends, is free once `make` is over.
@@ -140,8 +140,8 @@ class Server:
         return await self._outcome(request, job, self._planning.submit(make))
 
     async def _aside(
-        self, request: Request, job: Job, kind: str, make: Callable[[], Found]
-    ) -> Found:
+        self, request: Request, job: Job, kind: str, make: Callable[[], Outcome]
+    ) -> Outcome:
         """Return the result of `make`, which may take seconds; a client has one of a kind."""
         host = request.client.host if request.client else ""
         place = self._places.setdefault((host, kind), asyncio.Lock())
@@ -155,10 +155,10 @@ class Server:
         work.add_done_callback(lambda done: free())  # also where nobody waits for it any more
         return await self._outcome(request, job, work)
 
-    async def _outcome(self, request: Request, job: Job, work: Future[Found]) -> Found:
+    async def _outcome(self, request: Request, job: Job, work: Future[Outcome]) -> Outcome:
         """Return the result of a thread; `job` keeps its place until the thread is done."""
 
-        async def outcome() -> Found:
+        async def outcome() -> Outcome:
             return await asyncio.wrap_future(work)
 
         try:
@@ -169,8 +169,8 @@ class Server:
             raise
 
     async def _in_time(
-        self, request: Request, job: Job, wanted: Coroutine[Any, Any, Found]
-    ) -> Found:
+        self, request: Request, job: Job, wanted: Coroutine[Any, Any, Outcome]
+    ) -> Outcome:
         """Wait for `wanted` while the client is there and the time for `job` is not over."""
         seconds = self.options.timeout
         try:
@@ -186,7 +186,7 @@ class Server:
         finally:
             wanted.close()  # it has not begun if the time was over before
 
-    async def at_once(self, request: Request, make: Callable[[], Found]) -> Found:
+    async def at_once(self, request: Request, make: Callable[[], Outcome]) -> Outcome:
         """Return the result of `make`, run by another thread, where no answer is needed."""
         job = Job()
         result = await self.planned(request, job, make, answers=False)
@@ -255,7 +255,7 @@ async def whole(
     return list(answers.values())
 
 
-async def unless_gone(request: Request, wanted: Awaitable[Found]) -> Found:
+async def unless_gone(request: Request, wanted: Awaitable[Outcome]) -> Outcome:
     """Wait for `wanted`; raise `CancelledError` once the client has left."""
 
     async def gone() -> None:

@@ -49,8 +49,8 @@ class Job:
         self._lock = threading.Lock()
         self._loop = asyncio.get_running_loop()
         self.group_seconds = GROUP_SECONDS  # longer where nobody reads before the end
-        self._group: list[Chunk] = []  # the thread's, not told yet
-        self._told = float("-inf")
+        self._group: list[Chunk] = []  # the thread's, not sent yet
+        self._sent = float("-inf")
         self.inbox: asyncio.Queue[tuple[Job, list[Chunk] | Exception | None]]
         self.inbox = asyncio.Queue() if beside is None else beside.inbox
         self._timer: asyncio.TimerHandle | None = None
@@ -80,9 +80,9 @@ class Job:
         if self.first_token is None:
             self.first_token = now - self.submitted
         self._group.append(chunk)
-        if now - self._told >= self.group_seconds:
+        if now - self._sent >= self.group_seconds:
             self._tell_group()
-            self._told = now
+            self._sent = now
 
     def tell(self, event: Exception | None) -> None:
         """Pass on how the answer ended, from the queue's thread: an error, or None."""

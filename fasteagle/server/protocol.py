@@ -56,10 +56,10 @@ class Strict(BaseModel):
         if not isinstance(data, dict):
             return data
         fields = {field.alias or name: field for name, field in cls.model_fields.items()}
-        given = {key: value for key, value in data.items() if value is not None}
-        unknown = [key for key in given if key not in fields]
+        filled = {key: value for key, value in data.items() if value is not None}
+        unknown = [key for key in filled if key not in fields]
         missing = {key: None for key in data if key in fields and fields[key].is_required()}
-        known = {key: value for key, value in given.items() if key in fields or key in unknown[:1]}
+        known = {key: value for key, value in filled.items() if key in fields or key in unknown[:1]}
         return missing | known
 
 

@@ -27,9 +27,9 @@ def run(*args, code=0):
 
 def test_options_of_a_model_need_one_and_some_need_the_probe():
     _, _, refused = run("smollm2-135m", "--int4", code=2)
-    assert refused.stderr == "Error: --int4 is of a model: add --model, or drop it\n"
+    assert refused.stderr == "Error: --int4 needs a model: add --model, or drop it\n"
     _, _, refused = run("smollm2-135m", "--model", "smollm2-135m", "--kv", "int8", code=2)
-    assert refused.stderr == "Error: --kv is of a model that runs: add --probe, or drop it\n"
+    assert refused.stderr == "Error: --kv needs a model that runs: add --probe, or drop it\n"
 
 
 @pytest.fixture
