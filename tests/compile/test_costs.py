@@ -30,7 +30,7 @@ from fasteagle.decoding.cycle import EAGER, Pieces
 from fasteagle.decoding.launch import variant_of
 from fasteagle.drafting.base import Tuning
 from fasteagle.drafting.eagle import EagleDrafter
-from fasteagle.drafting.ladder import DEFAULT_RANKS, NGRAM_RANKS
+from fasteagle.drafting.ladder import CHAIN_NODES, DEFAULT_RANKS, NGRAM_RANKS
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.generate import Engine
 from fasteagle.options import SamplingParams
@@ -124,7 +124,7 @@ def test_other_drafters_are_tuned_too(target, tmp_path):
     engine.drafter.tuning = Tuning(tmp_path / "ngram.json", NGRAM_RANKS)
     expected = generated(Engine(target, 512), 80)
     plan, _ = tune_now(engine, print)
-    assert all(shape.topk == 1 for shape in plan.shapes)
+    assert plan.shapes == [TreeShape(n, 1, n) for n in CHAIN_NODES]
     assert generated(engine, 80) == expected
     engine.use(tuned_fused(target, tmp_path / "costs.json"))
     before = [tensor.clone() for tensor in engine.drafter.advanced]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from fasteagle.compile import blocks
 from fasteagle.compile.blocks import compile_now
-from fasteagle.compile.costs import begin_policy, tune_now
+from fasteagle.compile.costs import begin_policy, store_costs, tune_now
 from fasteagle.compile.cpu_backend import CpuBackend
 from fasteagle.compile.cpu_draft import NativeDraft, look_up
 from fasteagle.compile.cycles import CycleCompiler
@@ -154,7 +155,7 @@ def test_chains_are_measured_where_cycles_are_compiled(target, head, tmp_path):
 
 def test_chains_have_a_policy_before_anything_is_measured(target, tmp_path, monkeypatch):
     """Usual costs, in passes of this machine: the second one, for the first may read the disk."""
-    times = iter((900.0, 40.0))
+    times = itertools.cycle((900.0, 40.0))
     monkeypatch.setattr(Measurement, "verify", lambda self, T: next(times))
     drafter = fused(target)
     engine = engine_of(target, drafter)
@@ -165,11 +166,19 @@ def test_chains_have_a_policy_before_anything_is_measured(target, tmp_path, monk
     assert drafter.policy.shapes == [GatedChain(REACH)] and not list(tmp_path.iterdir())
     costs = drafter.policy.costs
     assert costs.passes[1] == 40.0 and costs.chain[8] == 0.45 * 40.0
+    assert drafter.policy.looks_up and drafter.policy.head_gain is not None
+    ngram = NgramDrafter()
+    ngram.shape, ngram.tuning = drafter.shape, drafter.tuning
+    begin_policy(engine_of(target, ngram))
+    assert ngram.policy.looks_up and ngram.policy.head_gain is None
     begin_policy(engine_of(target))
     tree = EagleDrafter(drafter.head, TreeShape(3, 3, 8), 512)
     tree.tuning = drafter.tuning
     begin_policy(engine_of(target, tree))
     assert tree.policy is None, "a tree waits for what is measured"
+    store_costs(engine, drafter, costs.scaled(2.0), 1.0)
+    begin_policy(engine)
+    assert drafter.policy.costs.passes[1] == 80.0, "measured at an earlier start"
 
 
 @pytest.mark.parametrize(("params", "compiled"), [(PARAMS[0], True), (PARAMS[2], False)], ids=str)

@@ -21,12 +21,17 @@ def test_rows_that_choose_independently():
 
 
 def test_experts_are_counted_by_the_cores_router(capsys):
-    target = random_target(tiny_config(n_layer=3, moe=CONFIG, dense_blocks=(1,)))
+    shape = dict(n_layer=3, moe=CONFIG, dense_blocks=(1,))
+    target = random_target(tiny_config(**shape))
     text = torch.randint(60, (64,), generator=torch.Generator().manual_seed(0)).tolist()
     counts = distinct_experts(Target(target), text)
     assert list(counts) == [1, 2, 4, 8, 16, 32] and counts[1] == 2
     assert sorted(counts.values()) == list(counts.values()) and 4 < counts[16] <= 8
-    assert list(distinct_experts(Target(target), text[:5])) == [1, 2, 4]
+    few = distinct_experts(Target(target), text[:4])
+    assert list(few) == [1, 2, 4]
+    assert distinct_experts(Target(target), text[:5]) == few, "the last row is no window"
+    windowed = random_target(tiny_config(**shape, sliding_window=2))
+    assert distinct_experts(Target(windowed), text) != counts, "the same weights"
     for block in (target.blocks[0], target.blocks[2]):
         assert not block.mlp._forward_pre_hooks
         block.mlp.router.weight.zero_()

@@ -120,7 +120,6 @@ def test_kernels_of_drafting_and_committing_are_among_them(kernels_on_cpu):
     ops = cuda_ops.top_children, cuda_ops.rerank, None, cuda_ops.look_up, cuda_ops.fuse
     drafter.run_by(DraftOps(*ops))
     specs = [engine.spec(shape, SamplingMode()) for shape in (None, shape)]
-    learned = [tensor.clone() for tensor in drafter.advanced]
     moved = []
 
     def move_rows(cache, start, path):
@@ -136,7 +135,6 @@ def test_kernels_of_drafting_and_committing_are_among_them(kernels_on_cpu):
     names += ("match", "look_up", "fuse", "rerank", "relations")
     assert {name for name, _ in variants} == {f"{name}_kernel" for name in names}
     assert moved == [4], "plain cycles move nothing"
-    assert all(map(torch.equal, drafter.advanced, learned))
 
 
 def test_the_rows_and_candidates_of_cycles_to_come(monkeypatch):
@@ -145,13 +143,24 @@ def test_the_rows_and_candidates_of_cycles_to_come(monkeypatch):
     engine = captured_engine(target, 256)
     engine.use(fused_drafter(random_head(target), FusedShape(2, 3, 6, 5), 256))
     drafter, reranked, rows = engine.drafter, [], []
-    drafter.run_by(DraftOps(rerank=lambda pool, root, n: reranked.append(len(pool.tokens))))
-    zeros = lambda drafter, T: rows.append(T) or torch.zeros(T, 64)  # noqa: E731
+    ranked = set()
+    drafter.run_by(
+        DraftOps(
+            lambda logits, k: ranked.add((logits.dtype, k)),
+            lambda pool, root, n: reranked.append(len(pool.tokens)),
+        )
+    )
+    zeros = lambda drafter, T: rows.append(T) or torch.zeros(T, 64).half()  # noqa: E731
     monkeypatch.setattr(precompile, "_run_head", zeros)
     specs = [engine.spec(shape, SamplingMode()) for shape in (None, *drafter.shapes())]
     run_head(drafter, {spec.width for spec in specs if spec.width})
     assert rows == sorted({1, 3, specs[-1].width, 64, 65})
+    assert ranked == {(torch.half, 3), (torch.float, 3)}, "noise is added in fp32"
+    engine.state.text[:4] = torch.tensor([1, 2, 1, 2])
+    engine.state.seq_len.fill_(3)
+    learned = [tensor.clone() for tensor in drafter.advanced]
     run_trees(drafter, specs, engine.state, relations)
+    assert all(map(torch.equal, drafter.advanced, learned))
     pools = []
 
     def counted(pool, root, n):

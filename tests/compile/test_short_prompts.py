@@ -85,8 +85,9 @@ def test_a_few_more_rows_are_several_replayed_passes(target, n_cached):
             assert [each for each in passes if each[1] >= n_cached] == expected
 
 
-def test_features_and_keys_of_a_part(target):
+def test_features_and_keys_of_a_part():
     """Whatever was there before, and slots before it are as they were."""
+    target = random_target(tiny_config(sliding_window=30))
     engine, plain = engine_of(target, True), engine_of(target, True, ReplayingBackend)
     prompt = [(7 * i) % 50 for i in range(100)]
     for n in (23, 100, 40):
