@@ -34,7 +34,7 @@ from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
 from fasteagle.quant import interleaved, kernels, packed
 from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import FusedShape, TreeShape
-from fasteagle.tree import relations, rerank
+from fasteagle.tree import fuse, relations, rerank
 from helpers import captured_engine, fused_drafter, random_head, random_target, tiny_config
 from tree_problems import by_kernels, problem
 
@@ -142,14 +142,17 @@ def test_the_rows_and_candidates_of_cycles_to_come(monkeypatch):
     target = random_target(tiny_config())
     engine = captured_engine(target, 256)
     engine.use(fused_drafter(random_head(target), FusedShape(2, 3, 6, 5), 256))
-    drafter, reranked, rows = engine.drafter, [], []
-    ranked = set()
-    drafter.run_by(
-        DraftOps(
-            lambda logits, k: ranked.add((logits.dtype, k)),
-            lambda pool, root, n: reranked.append(len(pool.tokens)),
-        )
-    )
+    drafter, ranked, rows, pools = engine.drafter, set(), [], set()
+
+    def noted(op):
+        def run(pool, *rest):
+            pools.add((op, len(pool.tokens), pool.sources is None))
+            return op(pool, *rest)
+
+        return run
+
+    ops = DraftOps(rerank=noted(rerank), fuse=noted(fuse))
+    drafter.run_by(ops._replace(top_children=lambda logits, k: ranked.add((logits.dtype, k))))
     zeros = lambda drafter, T: rows.append(T) or torch.zeros(T, 64).half()  # noqa: E731
     monkeypatch.setattr(precompile, "_run_head", zeros)
     specs = [engine.spec(shape, SamplingMode()) for shape in (None, *drafter.shapes())]
@@ -161,15 +164,10 @@ def test_the_rows_and_candidates_of_cycles_to_come(monkeypatch):
     learned = [tensor.clone() for tensor in drafter.advanced]
     run_trees(drafter, specs, engine.state, relations)
     assert all(map(torch.equal, drafter.advanced, learned))
-    pools = []
-
-    def counted(pool, root, n):
-        pools.append(len(pool.tokens))
-        return rerank(pool, root, n)
-
-    drafter.run_by(DraftOps(rerank=counted))
+    launched = pools.copy()
+    drafter.run_by(ops)
     list(engine.generate(PROMPT, SamplingParams(), 4))
-    assert set(pools) == set(reranked) == {3 + 9 + 5}
+    assert pools == launched == {(fuse, 3 + 9, True), (rerank, 3 + 9 + 5, False)}
 
 
 def test_a_failure_is_a_warning(monkeypatch, capsys):
