@@ -136,7 +136,7 @@ class Measurement:
             return self.draft(shape)
         native, endless = NativeChain(drafter.head), Thresholds((0.0,), (0.0,))
         self.verify(1)  # see `draft`
-        text = Text(engine.state, drafter, dataclasses.replace(spec, width=2))
+        text = Text(engine.state, drafter, spec)
         work = functools.partial(native.draft, [text], levels, endless)
         return self._timed(work, drafter.shape)
 

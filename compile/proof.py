@@ -200,11 +200,8 @@ def _passes(backend: Backend) -> tuple[Tensor, Tensor]:
     """
     core, state = backend.core, _state(backend.core)
     _encode(core, PREFIX, state)
-    text, results = state.cache.rows.clone(), []
-    for target, verify in ((backend.target, backend.pieces.verify), (core, EAGER.verify)):
-        state.cache.rows.copy_(text)
-        results.append(verify(state, target, _proposal(state)).logits.float())
-    return results[0], results[1]
+    own = backend.pieces.verify(state, backend.target, _proposal(state))
+    return own.logits.float(), EAGER.verify(state, core, _proposal(state)).logits.float()
 
 
 def _prompts(backend: Backend) -> tuple[Tensor, Tensor]:

@@ -305,24 +305,31 @@ def test_rows_that_are_timed_are_different_tokens_of_the_text(target):
     assert len(set(measurement._tokens(32))) == 32
 
 
-def test_times_are_those_of_warm_runs_in_a_row(engine, monkeypatch):
-    """A level is half of what two more take; noise may make it nothing, not less."""
+def test_times_are_those_of_warm_runs_in_a_row(engine, target, tmp_path, monkeypatch):
+    """A level is half of what two more take; noise may make it nothing, not less.
+
+    Of the draft head they are those of compiled code, and a lookup is timed without it.
+    """
     runs = itertools.count()
 
     def verify(self, T):
         return 100.0 if next(runs) % BLOCK < WARM else 10.0 + T
 
     monkeypatch.setattr(Measurement, "verify", verify)
-    monkeypatch.setattr(Measurement, "_cycle", lambda self, shape: (9.0, 0.5))
-    for three, level in ((8.0, 3.0), (1.5, 0.0)):
-        times = {1: 2.0, 3: three}
+    monkeypatch.setattr(Measurement, "_cycle", lambda self, shape: (9.0, 0.5 + (shape is None)))
+    monkeypatch.setattr(Measurement, "_compiled_share", lambda self: 0.5)
+    fused = tuned_fused(target, tmp_path / "fused.json")
+    for drafter, three, level in ((engine.drafter, 8.0, 1.5), (fused, 1.5, 0.0)):
+        engine.use(drafter)
+        times = {type(drafter.shape): {0: 0.25, 1: 2.0, 3: three}}
         monkeypatch.setattr(
-            Measurement, "draft", lambda self, shape, times=times: times[shape.levels]
+            Measurement, "draft", lambda self, shape, times=times: times[type(shape)][shape.levels]
         )
-        costs = Measurement(engine, engine.drafter).run(0.0)
+        costs = Measurement(engine, drafter).run(0.0)
         assert costs.passes == {T: 10.0 + T for T in timed_rows(512)}
-        assert {*costs.first_level.values()} == {2.0} and {*costs.level.values()} == {level}
-        assert costs.other == costs.plain_other == 0.5
+        assert {*costs.first_level.values()} == {1.0} and {*costs.level.values()} == {level}
+        assert costs.lookup == (0.25 if drafter is fused else 0.0)
+        assert (costs.other, costs.plain_other) == (0.5, 1.5)
 
 
 @pytest.mark.parametrize(("compiled", "share"), [(1.0, 0.5), (2.0, 1.0), (3.0, 1.0)])
@@ -355,6 +362,14 @@ def test_the_rest_of_a_replayed_cycle_is_neither_its_pass_nor_its_draft(
     monkeypatch.setattr(Measurement, "verify", lambda self, T: 0.25)
     monkeypatch.setattr(Measurement, "draft", lambda self, shape, eager: 0.5)
     assert measurement._cycle(shape) == (1.0, 0.25) and measurement._cycle(None) == (1.0, 0.75)
+
+
+def test_the_rest_of_a_cycle_is_neither_its_pass_nor_its_draft(engine, monkeypatch):
+    measurement, read = Measurement(engine, engine.drafter), engine.runner.read
+    parts = dict(draft_seconds=1.0, verify_seconds=2.0)
+    monkeypatch.setattr(engine.runner, "read", lambda: read()._replace(**parts))
+    total, rest = measurement._cycle(engine.drafter.shape)
+    assert total - rest == pytest.approx(3000.0)
 
 
 def test_cycles_of_a_device_that_replays_are_timed_with_its_compiled_pieces(target):

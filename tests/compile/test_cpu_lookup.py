@@ -12,7 +12,7 @@ from fasteagle.compile import blocks
 from fasteagle.compile.blocks import compile_now
 from fasteagle.compile.costs import begin_policy, store_costs, tune_now
 from fasteagle.compile.cpu_backend import CpuBackend
-from fasteagle.compile.cpu_draft import NativeDraft, look_up
+from fasteagle.compile.cpu_draft import NativeChain, NativeDraft, look_up
 from fasteagle.compile.cycles import CycleCompiler
 from fasteagle.compile.measurement import Measurement
 from fasteagle.drafting.base import Tuning
@@ -141,15 +141,26 @@ def test_text_stays_that_of_plain_decoding(target, params, planned, compiled):
 
 
 @pytest.mark.parametrize("head", [False, True])
-def test_chains_are_measured_where_cycles_are_compiled(target, head, tmp_path):
+def test_chains_are_measured_where_cycles_are_compiled(target, head, tmp_path, monkeypatch):
+    """Those of the draft head as long as they can be."""
+    draft, drafted = NativeChain.draft, []
+
+    def noting(self, texts, depth, thresholds):
+        chains = draft(self, texts, depth, thresholds)
+        drafted.append((depth, len(chains[0][0])))
+        return chains
+
+    monkeypatch.setattr(NativeChain, "draft", noting)
     drafter = fused(target) if head else NgramDrafter()
     drafter.shape = GatedChain(REACH)
     drafter.tuning = Tuning(tmp_path / "costs.json", DEFAULT_RANKS)
     engine = engine_of(target, drafter)
     compiled_for(engine, SamplingParams())
+    begin_policy(engine)  # it would end chains sooner
     policy, seconds = tune_now(engine, pytest.fail, compiled=True)
     assert 0 < seconds < 600 and policy is drafter.policy and policy.shapes == [GatedChain(REACH)]
     assert policy.costs.lookup > 0 and (policy.costs.chain[LONGEST] > 0) == head
+    assert {*drafted} == ({(1, 1), (LONGEST, LONGEST)} if head else set())
     assert answer(engine, SamplingParams()) == answer(engine_of(target), SamplingParams())
 
 

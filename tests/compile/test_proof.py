@@ -11,7 +11,7 @@ import torch
 import triton
 
 from fasteagle.compile import cpu_blocks, cpu_draft, cpu_pass, proof
-from fasteagle.compile.cpu_backend import CpuBackend
+from fasteagle.compile.cpu_backend import CpuBackend, drafts_chains
 from fasteagle.decoding.backend import Backend
 from fasteagle.decoding.cycle import EAGER
 from fasteagle.drafting.eagle import EagleDrafter
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 @pytest.fixture
 def model():
-    return native_target(tiny_config(**SHAPE))
+    return native_target(tiny_config(**SHAPE, qkv_bias=True))
 
 
 def answer(backend, drafter=None) -> list[int]:
@@ -46,6 +46,20 @@ def answer(backend, drafter=None) -> list[int]:
 def wrong_pass(self, state, target, proposal):
     output = cpu_pass.EAGER.verify(state, target, proposal)
     return output._replace(logits=output.logits.flip(-1))
+
+
+def infinite_pass(self, state, target, proposal):
+    output = cpu_pass.EAGER.verify(state, target, proposal)
+    return output._replace(logits=output.logits / 0)
+
+
+def blind_pass(self, state, target, proposal):
+    """Pass that sees nothing of the text before the tree."""
+    length = state.seq_len.clone()
+    state.seq_len.zero_()
+    output = cpu_pass.EAGER.verify(state, target, proposal)
+    state.seq_len.copy_(length)
+    return output
 
 
 def raising(*args):
@@ -74,10 +88,11 @@ def test_a_linear_of_zeros_is_no_failure(model):
     assert backend.left == set()
 
 
-def test_a_wrong_pass_is_the_cores(model, monkeypatch, capsys):
+@pytest.mark.parametrize("wrong", [wrong_pass, infinite_pass, blind_pass])
+def test_a_wrong_pass_is_the_cores(model, wrong, monkeypatch, capsys):
     """And the line names the file that keeps the failure."""
     with monkeypatch.context() as patch:
-        patch.setattr(cpu_pass.NativePass, "__call__", wrong_pass)
+        patch.setattr(cpu_pass.NativePass, "__call__", wrong)
         for _ in range(2):  # computed, and stored
             backend = CpuBackend(model)
             proof.prove(backend)
@@ -222,12 +237,19 @@ def test_wrong_experts_are_the_cores(bits, wrong, monkeypatch, capsys):
     assert not wrong or answer(backend) == answer(Backend(Target(model)))
 
 
-def test_an_end_of_a_cycle_that_raises_is_the_cores(model, monkeypatch, capsys):
-    monkeypatch.setattr(cpu_pass.NativeFinish, "__call__", raising)
+def long_end(self, state, spec, proposal, output):
+    """End of a cycle that counts a token too many where tokens are drawn."""
+    EAGER.finish(state, spec, proposal, output)
+    state.seq_len += not spec.kind.greedy
+
+
+@pytest.mark.parametrize(("wrong", "reason"), [(raising, "illegal inst"), (long_end, "off by")])
+def test_a_wrong_end_of_a_cycle_is_the_cores(model, wrong, reason, monkeypatch, capsys):
+    monkeypatch.setattr(cpu_pass.NativeFinish, "__call__", wrong)
     backend = CpuBackend(model)
     proof.prove(backend)
     assert "commits of backend cpu" in (line := capsys.readouterr().err)
-    assert "(illegal instruction)" in line and backend.left == {"commits"}
+    assert f"({reason}" in line and backend.left == {"commits"}
     assert len(answer(backend)) == 20
     with pytest.raises(FasteagleError, match=r"commits of backend cpu .*leave out --strict"):
         proof.prove(CpuBackend(model), strict=True)
@@ -265,6 +287,7 @@ def test_products_that_are_wrong_are_torchs_in_the_head_too(model, drafter, monk
 
 def failing(*args):
     yield proof.Check("drafting", 0.0, lambda: (torch.zeros(1), torch.ones(1)))
+    yield proof.Check("drafting", 0.0, raising)
 
 
 def test_drafting_that_is_right_is_used_and_proved_once(model, drafter, monkeypatch, capsys):
@@ -275,13 +298,17 @@ def test_drafting_that_is_right_is_used_and_proved_once(model, drafter, monkeypa
     proof.prove_drafting(CpuBackend(model), drafter.head)
     proof.prove_drafting(Backend(Target(model)), drafter.head)
     assert capsys.readouterr().err == ""
+    backend.leave("passes")
+    assert torch.equal(*proof._chain(backend, drafter.head)), "the core drafts"
 
 
 def test_a_head_in_other_bits_is_proved_too(model, monkeypatch, capsys):
     """Its kernels are others, though its config is the same."""
     for bits in (8, 4):
         proof.prove_drafting(CpuBackend(model), native_head(model, bits=bits))
-        assert ("drafting of backend cpu" in capsys.readouterr().err) == (bits == 4)
+        line = capsys.readouterr().err
+        assert ("drafting of backend cpu" in line) == ("(off by 1, at most 0;" in line)
+        assert bool(line) == (bits == 4)
         monkeypatch.setattr(proof, "drafting_checks", failing)
 
 
@@ -347,9 +374,11 @@ def test_a_wrong_step_of_a_draft_head_is_the_cores(model, drafter, monkeypatch, 
 
 
 def test_what_is_left_to_the_core_is_no_more_than_fails(model):
-    backend = CpuBackend(model)
-    backend.leave("passes")
-    assert backend.pieces == EAGER._replace(finish=backend.pieces.finish) != EAGER
+    for part in ("products", "passes"):
+        backend = CpuBackend(model)
+        backend.leave(part)
+        assert backend.pieces == EAGER._replace(finish=backend.pieces.finish) != EAGER
+        assert not drafts_chains(backend)
     backend.leave("commits")
     assert backend.pieces == EAGER
     backend = CpuBackend(model)
