@@ -280,7 +280,7 @@ def spans(n_blocks: int) -> list[int]:
     """
     length = max(n for n in range(1, LONGEST_SPAN + 1) if n_blocks % n == 0)
     n_spans = n_blocks // length if 2 * length > LONGEST_SPAN else -(-n_blocks // LONGEST_SPAN)
-    return [(n_blocks + i) // n_spans for i in range(n_spans)] if n_blocks else []
+    return [(n_blocks + i) // n_spans for i in range(n_spans)]
 
 
 def attend_on_cpu(q: Tensor, k_cache: Tensor, v_cache: Tensor, mask: Tensor) -> Tensor:

@@ -113,8 +113,7 @@ class CapturedRunner(Runner):
         self.compile_ahead(specs, drafter)
         if self.defers:
             return
-        if self.few_rows:
-            self._prepare_prompts()
+        self._prepare_prompts()
         for spec in specs:
             self._replay_of(spec, drafter, processed)
 

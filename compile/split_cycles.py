@@ -137,7 +137,6 @@ def capture_split(
         begin()
         return proposal
 
-    drafted()  # values for the first runs of the end
     output = _zeros(state, target, spec, len(proposal.depths))
     end = capture(lambda: pieces.finish(state, spec, proposal, output))
     return SplitCycle(output, drafted, end, pool)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from fasteagle.decoding.backend import Backend
 from fasteagle.generate import Engine
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.model import PromptView, Target, causal_mask
-from helpers import PROMPT, generated, invoke, save_tiny
+from helpers import PROMPT, generated, invoke, random_head, save_tiny
 
 
 @pytest.mark.slow
@@ -107,11 +108,20 @@ def test_missing_compiler_is_noticed():
 
 
 def test_a_failing_compilation_is_reported_not_raised(model, monkeypatch):
-    compiler = BlockCompiler(Backend(Target(model)), 512)
-    monkeypatch.setattr(compiler, "_warm_up", lambda: (_ for _ in ()).throw(ValueError("bad\nx")))
+    """No code of it is used, of the draft head neither."""
+    backend, cycles = Backend(Target(model)), mock.Mock(leaves_nothing=False)
+    cycles.compile.side_effect = ValueError("bad\nx")
+    monkeypatch.setattr(blocks, "compile_part", lambda work: None)
+    compiler = BlockCompiler(backend, 512, random_head(model), cycles)
     compiler.start()
     compiler.wait()
     assert compiler.error == "bad" and not compiler.apply()
+    assert cycles.compile.called and not cycles.apply.called and not backend._blocks
+
+
+def test_spans_of_blocks():
+    lengths = {0: [], 6: [6], 7: [3, 4], 9: [4, 5], 12: [6, 6], 32: [4] * 8}
+    assert {n: blocks.spans(n) for n in lengths} == lengths
 
 
 def test_compiled_code_goes_to_the_user_cache(monkeypatch, tmp_path):

@@ -29,12 +29,13 @@ def passes(monkeypatch):
     class Shared:
         def __init__(self, target, shape, rows) -> None:
             made.made.append(shape)
-            self.runs, self.shape = 0, shape
+            self.runs, self.shape, self.loaded = 0, shape, None
 
         def load(self, members) -> None:
             self.loaded = members
 
         def compute(self) -> Output:
+            assert self.loaded
             self.runs += 1
             rows = torch.arange(self.shape.rows).unsqueeze(1) + 100 * self.runs
             return Output(rows, rows)
@@ -87,5 +88,8 @@ def test_more_than_a_pass_takes_are_several_passes(passes):
 
 
 def test_a_pass_that_is_not_captured_runs_and_says_so(passes):
-    outputs = passes(*sequences([2, 3]), lambda step, variant: None)
-    assert [len(output.logits) for output in outputs] == [2, 3] and not passes.is_captured
+    for capture in (None, lambda step, variant: None):
+        assert passes.is_captured
+        outputs = passes(*sequences([2, 3]), capture)
+        assert [len(output.logits) for output in outputs] == [2, 3]
+    assert not passes.is_captured
