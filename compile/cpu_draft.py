@@ -23,7 +23,7 @@ from fasteagle.drafting.lookup import LONGEST_MATCH
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.drafting.thresholds import LONGEST, Thresholds
 from fasteagle.model import Eagle3Head, EagleHead
-from fasteagle.quant.cpu_linear import BLOCK, NativeLinear
+from fasteagle.quant.cpu_linear import NativeLinear
 from fasteagle.quant.cpu_tensors import CorpusIndex, HeadTensors
 from fasteagle.quant.linear import QuantizedLMHead
 from fasteagle.shapes import GatedChain
@@ -36,11 +36,7 @@ def can_draft(head: EagleHead) -> bool:
     linears = [_linear(head.lm_head)]
     if not isinstance(head, Eagle3Head):
         linears.append(head.fc)
-    return (
-        fits(head.block)
-        and all(isinstance(linear, NativeLinear) for linear in linears)
-        and head.config.block.dim % BLOCK == 0
-    )
+    return fits(head.block) and all(isinstance(linear, NativeLinear) for linear in linears)
 
 
 def _linear(lm_head: nn.Module) -> nn.Module:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from statistics import median
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fasteagle.compile import cpu_cycles
-from fasteagle.compile.cpu_cycles import MOST_CYCLES, NativeCycles
+from fasteagle.compile.cpu_cycles import MOST_CYCLES, CpuRunner, NativeCycles
 from fasteagle.compile.cpu_draft import NativeDraft
 from fasteagle.compile.cycles import CycleCompiler
 from fasteagle.decoding.launch import End
@@ -154,13 +156,29 @@ def test_the_time_of_a_cycle_is_its_own(target):
     engine = engine_of(target, drafter)
     chunks_of(engine)
     assert len(outcomes) == engine.stats.passes
-    assert all(o.draft_ms >= 0 and 0 < o.verify_ms < o.ms for o in outcomes)
+    assert all(o.draft_ms >= 0 < o.verify_ms < o.ms - o.draft_ms for o in outcomes)
     assert sum(o.ms for o in outcomes) < 1.01e3 * engine.stats.decode_seconds
     assert {o.extended for o in outcomes} == {True, False}
     assert all(bool(o.promised) <= o.extended for o in outcomes)
     by_head, by_lookup = ([o.draft_ms for o in outcomes if o.extended == own] for own in (1, 0))
     assert median(by_head) > 2 * median(by_lookup)
     assert sum(o.by_lookup for o in outcomes) > 0
+
+
+def test_a_call_is_shared_out_among_its_cycles(target, monkeypatch):
+    """With what is no part of a cycle: here each call takes a ms."""
+    times = (i / 1e3 for i in itertools.count())
+    monkeypatch.setattr(cpu_cycles, "time", SimpleNamespace(perf_counter=lambda: next(times)))
+    took, calls = CpuRunner.took, []
+
+    def noting(self, done):
+        calls.append(done)
+        took(self, done)
+
+    monkeypatch.setattr(CpuRunner, "took", noting)
+    chunks_of(engine_of(target))
+    assert max(map(len, calls)) == MOST_CYCLES
+    assert all(sum(one.ms for one in done) == pytest.approx(1.0) for done in calls)
 
 
 def test_logits_that_are_not_finite_end_a_call():

@@ -227,6 +227,8 @@ def test_other_heads_are_left_to_the_drafters_code():
     assert not NativeDraft().runs(drafter, spec_of(GatedChain(6), 7))
     target, drafter = make("eagle1")
     assert not NativeDraft().runs(drafter, spec_of(TreeShape(3, 1, 3), 4))
+    drafter.head.fc = torch.nn.Linear(128, 64)
+    assert not can_draft(drafter.head), "its block fits"
 
 
 def sequences(name, pairs, dtype=torch.float32):

@@ -215,7 +215,9 @@ def test_where_kernels_run_all_of_it_nothing_is_compiled(target, monkeypatch):
         if isinstance(drafter, NgramDrafter):
             drafter.shape = GatedChain(REACH)
         engine = engine_of(target, drafter)
+        run = engine.target.ops.run_blocks
         assert compile_now(engine, SamplingParams(0.8), said.append) and not said
+        assert engine.target.ops.run_blocks == run
         assert answer(engine, SamplingParams(), 8)
     engine = engine_of(target, EagleDrafter(fused(target).head, TreeShape(2, 2, 4), 256))
     assert not compile_now(engine, None, said.append), "trees are none of the kernels'"
