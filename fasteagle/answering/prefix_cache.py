@@ -34,7 +34,7 @@ class _Sequence:
         slots = [cache.n_slots for cache in engine.caches]  # few where the drafter is a new one
         n = min(most, len(engine.cached), *slots)
         rows = [cache.rows[:, :, :n] for cache in engine.caches]
-        return cls(engine.cached[:n], min(engine.shown, n), _origin(engine), rows)
+        return cls(engine.cached[:n], engine.shown, _origin(engine), rows)
 
     @property
     def n_bytes(self) -> int:
