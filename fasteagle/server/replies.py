@@ -34,7 +34,7 @@ class AnswerText:
 
     def __init__(self, plan: Plan) -> None:
         self._thought = ThoughtSplitter(plan.opened, plan.may_think)
-        self._had_thought = bool(plan.opened)
+        self._had_thought = False
         self._form, self._names = plan.tools, plan.tool_names
         self._held = ""  # may be the beginning of a call, or is one
         self._in_call = False
