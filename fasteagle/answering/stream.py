@@ -67,7 +67,7 @@ class TextStream:
     def _release(self, text: str, final: bool) -> str:
         places = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
         if places:
-            self.stopped, self._held = True, ""
+            self.stopped = True
             return text[: min(places)]
         keep = 0 if final else max((overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]

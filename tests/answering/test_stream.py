@@ -59,7 +59,7 @@ def test_stop_strings_end_the_text_wherever_tokens_split_them(pieces, stop, expe
     stream = TextStream(Words(*pieces), stop)
     out = "".join(feed(stream, range(len(pieces))))
     assert out == expected and stream.stopped
-    assert stream.push([0]) == ""
+    assert stream.push([0]) == stream.finish() == ""
 
 
 def test_the_beginning_of_a_stop_string_is_held_back_then_released():
