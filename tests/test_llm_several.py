@@ -44,7 +44,7 @@ def test_streams_in_any_order(llm):
         else:
             tokens[i] += chunk.tokens
     assert tokens == alone
-    assert not llm.answers.running
+    assert not llm.answers.running and not llm.answers._unread
 
 
 def test_an_answer_does_not_wait_for_the_reader_of_its_stream(llm):
@@ -117,13 +117,19 @@ def test_the_garbage_collector_closes_a_stream_within_a_pass(llm, monkeypatch):
         return verify(*arguments)
 
     monkeypatch.setattr(Backend, "verify_together", collecting)
-    tokens = []
-    thread = threading.Thread(
-        target=lambda: tokens.extend(llm.chat("hello", max_new_tokens=30).tokens), daemon=True
-    )
+    tokens, running = [], []
+
+    def read():
+        for chunk in llm.chat("hello", stream=True, max_new_tokens=30):
+            tokens.extend(chunk.tokens)
+            if not abandoned:
+                running.append(len(llm.answers.running))
+
+    thread = threading.Thread(target=read, daemon=True)
     thread.start()
     thread.join(20)
     assert tokens == expected and not thread.is_alive() and not llm.answers.running
+    assert max(running) == 1  # it ends with that pass, not with the next one
 
 
 @pytest.mark.parametrize(
@@ -198,22 +204,25 @@ def test_the_first_token_is_timed_from_the_beginning(llm):
 
 def test_a_batch_takes_the_room_that_there_is(llm, monkeypatch):
     """Two of the answers fit, whatever `size` is."""
-    begin, most = Batch.begin, []
+    begin, most, lengths = Batch.begin, [], []
 
     def short(batch, *arguments, **more):
         if len(batch.running) == 2:
             raise NoRoomError("too many")
         begin(batch, *arguments, **more)
         most.append(len(batch.running))
+        lengths.append((len(arguments[1]), arguments[2]))
 
     questions = ["hello", "a b a b", "Why?", "one two"]
     alone = [llm.chat(question, max_new_tokens=20).tokens for question in questions]
     monkeypatch.setattr(Batch, "begin", short)
     assert [one.tokens for one in llm.chat_batch(questions, max_new_tokens=20)] == alone
     assert len(most) == 4 and max(most) == 2
+    assert all(whole == prompt + 20 for prompt, whole in lengths)
     stream = llm.chat("hello", stream=True)
     with contextlib.closing(stream), contextlib.closing(llm.chat("Why?", stream=True)) as other:
         assert next(stream) and next(other)
+        assert lengths[-1][1] == llm.engine.max_seq_len
         with pytest.raises(NoRoomError):
             llm.chat_batch(["hello"])
 
