@@ -19,6 +19,7 @@ from fasteagle.cli.command import Script
 from fasteagle.cli.options import FILE, model_options
 from fasteagle.errors import note
 from fasteagle.loading.open import open_model
+from fasteagle.option_fields import require
 from fasteagle.options import RuntimeOptions
 from fasteagle.paths import require_writable
 from fasteagle.prompts import read_conversations
@@ -41,6 +42,7 @@ def main(
     model: str, runtime_options: RuntimeOptions, data: Path, out: Path, **settings: Any
 ) -> None:
     """Train Medusa's heads; prints how often each head's best token is right."""
+    require(0 < settings["lr"] <= 1, f"lr {settings['lr']} is out of range: use > 0 and <= 1")
     require_writable(out)
     engine = open_model(model, runtime_options).loaded(runtime_options).engine
     conversations = read_conversations(data, engine.model.config.vocab_size, engine.max_seq_len)

@@ -20,6 +20,7 @@ REFUSED = [
     ("compare_passes", ". --rows 4,0", "'--rows': 0 is out of range: use >= 1"),
     ("profile_cycle", "--passes 4,0", "'--passes': 0 is out of range: use >= 1"),
     ("train_medusa", "--data none --out x --epochs 0", "'--epochs': 0 is not in the range x>=1"),
+    ("train_medusa", "--data none --out x --lr nan", "lr nan is out of range: use > 0 and <= 1"),
     ("head_prompts", "--out x --count 0", "'--count': 0 is not in the range x>=1"),
     ("head_prompts", "--out /proc/x --seeds none", "cannot write /proc/x"),
 ]
