@@ -126,6 +126,13 @@ def require_readable(file: Path) -> None:
         raise FasteagleError(f"{file}: cannot be read ({error.strerror})") from error
 
 
+def require_no_pipe(path: Path) -> None:
+    """Raise `FasteagleError` for a pipe or device at `path` or in that folder."""
+    for file in (path, *(path.iterdir() if path.is_dir() else ())):
+        if file.exists() and not (file.is_file() or file.is_dir()):  # opening it may not return
+            raise FasteagleError(f"{file} is a pipe or a device: give a file")
+
+
 def require_writable(target: Path) -> None:
     """Raise `FasteagleError` unless a file can be written at `target`; make its folder.
 

@@ -34,6 +34,7 @@ from fasteagle.loading.tensors import (
     read_json,
 )
 from fasteagle.model import KEY_BLOCK, Block, MoE, Transformer
+from fasteagle.paths import require_no_pipe
 from fasteagle.uninitialized import Uninitialized
 
 
@@ -44,6 +45,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """
     if not path.exists():
         raise FasteagleError(f"{path}: no such file or folder")
+    require_no_pipe(path)
     multipliers, halved = None, False
     checkpoint: Checkpoint
     if path.is_file():

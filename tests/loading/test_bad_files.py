@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from fasteagle.config_hf import ERNIE_MOE, MIMO, SUPPORTED_ARCHITECTURES, from_hf
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
-from fasteagle.loading.heads.read import HEADER_KEY
+from fasteagle.loading.heads.read import HEADER_KEY, open_head
 from fasteagle.loading.heads.write import save_head
 from helpers import edit_json, invoke, random_head
 
@@ -179,3 +180,14 @@ def test_a_file_that_cannot_be_read_says_so(tiny_dir, tmp_path, monkeypatch, nam
     monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(FasteagleError, match=rf"{name}: cannot be read \(Permission denied\)"):
         open_checkpoint(folder / name if name == "m.gguf" else folder)
+
+
+@pytest.mark.parametrize("name", ["m.gguf", "config.json", "tokenizer.json", "model.safetensors"])
+def test_a_pipe_is_no_file_of_a_model(tiny_dir, tmp_path, name):
+    """Opening one waits for a writer."""
+    folder = shutil.copytree(tiny_dir, tmp_path / "m")
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    for read in (open_checkpoint, open_head):
+        with pytest.raises(FasteagleError, match=rf"{name} is a pipe or a device: give a file"):
+            read(folder / name if name == "m.gguf" else folder)

@@ -37,6 +37,7 @@ from fasteagle.loading.heads.tables import (
 from fasteagle.loading.pickles import is_plain, unpickled, unpickled_tensors
 from fasteagle.loading.tensors import open_safetensors, read_json
 from fasteagle.model import EagleHead, make_head
+from fasteagle.paths import require_no_pipe
 from fasteagle.uninitialized import Uninitialized
 
 HEADER_KEY = "fasteagle"  # key of the JSON header in the metadata of our own draft heads
@@ -241,6 +242,7 @@ def open_head(path: Path, target: ModelConfig | None = None) -> HeadSource:
     Raises `FasteagleError` for heads that cannot run, and for one that was made for another target
     than `target` before its tensors are read.
     """
+    require_no_pipe(path)
     layer = read_layer(path)
     if layer is not None:
         return HeadSource(str(path), tables.IN_MODEL, *layer, eagle3=False)
