@@ -177,6 +177,8 @@ BAD = [
     *((name, dropped("norm.weight"), "missing norm.weight") for name in NAMES),
     *((name, dropped("d2t"), "missing d2t: fetch") for name in NAMES),
     (E1, dropped("fc.bias"), "missing fc.bias"),
+    *((n, put("model.fc.weight", torch.ones(2)), "fc.weight twice: fetch") for n in DIALECTS),
+    (E3, put("draft_id_to_target_id", torch.ones(2)), "d2t twice: fetch"),
     (E1, put("layers.0.input_layernorm.weight", torch.ones(32)), "unknown layers.0.input_lay"),
     (E1, lambda r, s: r.update(hidden_size=64, head_dim=8), "for a width of 64, the model has 32"),
     (E3, dropped("midlayer.hidden_norm.weight"), "missing midlayer.hidden_norm.weight"),

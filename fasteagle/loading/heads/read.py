@@ -343,11 +343,13 @@ def _header(metadata: dict[str, str], where: str) -> Header | None:
 
 def _described(name: str, raw: Raw, state: State, header: Header | None) -> HeadSource:
     """Describe a flat config and its tensors. Raises `FasteagleError` for heads that cannot run."""
-    state = {k.removeprefix("model."): v for k, v in state.items() if "rotary_emb" not in k}
+    state = {k: tensor for k, tensor in state.items() if "rotary_emb" not in k}
+    state = _renamed(name, state, lambda k: k.removeprefix("model."))
     refuse_others(name, raw, state)
     t2d, eagle3 = state.get("t2d"), tables.is_eagle3(raw, state)
     unused = tables.TRAINING_ONLY if eagle3 else (*tables.TRAINING_ONLY, EMBEDDING, LM_HEAD)
-    state = {tables.official_name(k, eagle3): t for k, t in state.items() if k not in unused}
+    state = {k: tensor for k, tensor in state.items() if k not in unused}
+    state = _renamed(name, state, lambda k: tables.official_name(k, eagle3))
     if not eagle3:
         dialect = tables.EAGLE12 if header is None else tables.OURS
         return HeadSource(name, dialect, raw, state, eagle3, header)
@@ -369,6 +371,17 @@ def _described(name: str, raw: Raw, state: State, header: Header | None) -> Head
             )
         layers = tuple(layer + layout.shift for layer in layers)
     return HeadSource(name, layout.name, raw, state, eagle3, header, layers, layout.shift == 1)
+
+
+def _renamed(where: str, state: State, name_of: Callable[[str], str]) -> State:
+    """Return tensors under other names. Raises `FasteagleError` where two have the same name."""
+    renamed: State = {}
+    for key, tensor in state.items():
+        name = name_of(key)
+        if name in renamed:
+            raise FasteagleError(f"{where} holds {name} twice: fetch the head again")
+        renamed[name] = tensor
+    return renamed
 
 
 def with_vocabulary(
