@@ -20,7 +20,7 @@ MOST_LAYERS = 1000  # limited, since the tensors of each layer are listed in mem
 MOST_EXPERTS = 1024  # of a block; likewise
 MOST_IN_ALL = 2**17  # experts of a model, each of which has three names
 LONGEST_SHOWN = 60  # most characters of a value in an error
-MOST_JSON = 2**26  # bytes of a file: those of the largest models have a tenth of that
+MOST_TEXT = 2**26  # bytes of a file: those of the largest models have a tenth of that
 MOST_NESTED = 100  # most levels of JSON from clients, whose readers may recurse
 
 
@@ -34,11 +34,16 @@ def parse_json(text: str) -> Any:
 
 def parse_json_file(path: Path) -> Any:
     """Parse the JSON in a file; raise ValueError or OSError where it cannot be read."""
+    return parse_json(read_text(path))
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file; raise ValueError or OSError where it cannot be read."""
     with path.open("rb") as file:
-        data = file.read(MOST_JSON + 1)  # a device may have no end
-    if len(data) > MOST_JSON:
-        raise ValueError(f"it has more than {MOST_JSON >> 20} MiB")
-    return parse_json(data.decode("utf-8"))
+        data = file.read(MOST_TEXT + 1)  # a device may have no end
+    if len(data) > MOST_TEXT:
+        raise ValueError(f"it has more than {MOST_TEXT >> 20} MiB")
+    return data.decode("utf-8").replace("\r\n", "\n")
 
 
 def parse_shallow_json(text: str) -> Any:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 
-from fasteagle.config_fields import parse_json
+from fasteagle.config_fields import MOST_TEXT, parse_json
 from fasteagle.errors import FasteagleError, reason_of
 
 
@@ -40,10 +40,13 @@ def json_lines(path: Path) -> Iterator[tuple[str, str]]:
     """
     try:
         with path.open(encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, 1):
+            lines = iter(lambda: file.readline(MOST_TEXT), "")
+            for number, line in enumerate(lines, 1):
+                if len(line) == MOST_TEXT:  # a device may have no end
+                    raise ValueError(f"line {number} has more than {MOST_TEXT >> 20} MiB")
                 if line.strip():
                     yield line, f"{path}, line {number}"
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise FasteagleError(f"cannot read {path}: {reason_of(error)}") from error
 
 

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import click
 
 from fasteagle.cli.command import UserPath
+from fasteagle.config_fields import read_text
 from fasteagle.errors import FasteagleError, reason_of
 from fasteagle.option_fields import UNSAID, flag_of, option, require_unset, require_word
 from fasteagle.options import (
@@ -332,8 +333,8 @@ def _taken_form(values: Values) -> GrammarSpec | None:
 
 def _file_text(path: Path) -> str:
     try:
-        return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_text(path)
+    except (OSError, ValueError) as error:
         raise FasteagleError(f"cannot read {path}: {reason_of(error)}") from error
 
 
