@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasteagle.answering.grammar_check import first_reason, grammar_text, library
+from fasteagle.answering.grammar_check import first_reason, grammar_text, library, try_grammar
 from fasteagle.errors import EngineError, FasteagleError
 from fasteagle.loading.tokenizer import ChatTokenizer
 from fasteagle.options import GrammarSpec
@@ -38,21 +38,18 @@ class GrammarCompiler:
 
         Raises `FasteagleError` with llguidance's reason. May be called from several threads.
         """
-        llguidance = library()
-        with self._lock:
-            if self._known is None:
-                self._known = self.tokenizer.guidance(self.vocab_size)
         special = None if spec.kind == "grammar" else self.tokenizer.special_in(spec.text)
         if special is not None:
             raise FasteagleError(
                 f"{spec.kind}: {special!r} is a special token of this model, which ends or divides "
                 "texts: no answer can contain it"
             )
-        try:
-            text = grammar_text(spec.kind, spec.text)
-        except ValueError as error:
-            raise FasteagleError(f"{spec.kind}: {first_reason(error)}") from error
-        matcher = llguidance.LLMatcher(self._known, text, log_level=0)
+        try_grammar(spec.kind, spec.text)
+        with self._lock:
+            if self._known is None:
+                self._known = self.tokenizer.guidance(self.vocab_size)
+        text = grammar_text(spec.kind, spec.text)
+        matcher = library().LLMatcher(self._known, text, log_level=0)
         if reason := _early_failure(matcher, self.tokenizer.eos_ids):
             raise FasteagleError(f"{spec.kind}: {reason}")
         return GrammarMask(matcher, self.tokenizer.eos_ids)

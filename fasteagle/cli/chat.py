@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from fasteagle.answering.grammar_check import try_grammar
 from fasteagle.cli.command import leave, silent, uncollected
 from fasteagle.cli.markdown import AnswerScreen, Style
 from fasteagle.cli.options import ChatOptions, utf8
@@ -24,8 +23,6 @@ def run_chat(
 ) -> None:
     """Answer a prompt (or piped standard input) once, or read questions until the user leaves."""
     question = _question(options.prompt)
-    if defaults.form is not None:
-        try_grammar(defaults.form.kind, defaults.form.text)
     say = silent if options.quiet else note
     with uncollected():
         llm = open_llm(model, runtime_options, draft, say, think=options.think, form=defaults.form)

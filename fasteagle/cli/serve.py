@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from fasteagle.answering.grammar_check import try_grammar
 from fasteagle.cli.command import leave, silent, uncollected
 from fasteagle.cli.options import TalkOptions
 from fasteagle.errors import FasteagleError, note
@@ -31,8 +30,6 @@ def run_serve(
 ) -> None:
     """Serve a model until Ctrl-C."""
     check_exposed(options, api_key)
-    if defaults.form is not None:
-        try_grammar(defaults.form.kind, defaults.form.text)
     say = silent if talk.quiet else note
     with listen(options) as listener:
         with uncollected():

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fasteagle.answering.answer_logits import AnswerRequest
-from fasteagle.answering.grammar_check import try_grammar
 from fasteagle.answering.stream import opened_thought, without_open_thought
 from fasteagle.errors import FasteagleError, shown
 from fasteagle.llm import LLM
@@ -134,7 +133,6 @@ class Planner:
         """Return the plan with its form compiled; takes seconds at most, in any thread."""
         assert plan.form is not None, "nothing else is compiled"
         with of_parameter(plan.form_field):
-            try_grammar(plan.form.kind, plan.form.text)
             answers = [
                 dataclasses.replace(answer, mask=self._llm.grammar(plan.form))
                 for answer in plan.answers

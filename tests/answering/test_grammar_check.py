@@ -8,7 +8,10 @@ import time
 import pytest
 
 from fasteagle.answering import grammar_check
+from fasteagle.answering.grammar import GrammarCompiler
 from fasteagle.errors import FasteagleError
+from fasteagle.loading.tokenizer import dummy_tokenizer
+from fasteagle.options import GrammarSpec
 
 pytest.importorskip("llguidance")
 
@@ -35,7 +38,7 @@ def test_what_is_wrong_is_one_line(kind, text, part, monkeypatch):
     # A machine may be busy: what ends by itself has a minute.
     monkeypatch.setattr(grammar_check, "TRIAL_SECONDS", 1 if text == SLOW else 60)
     with pytest.raises(FasteagleError) as caught:
-        grammar_check.try_grammar(kind, text)
+        GrammarCompiler(dummy_tokenizer(4), 4).start(GrammarSpec(kind, text))
     assert part in str(caught.value)
 
 

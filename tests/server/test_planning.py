@@ -13,10 +13,10 @@ import httpx
 import pytest
 from live_server import CHAT, QWEN, SHORT, WEATHER, failures, serving, until
 
-from fasteagle.answering import grammar_check
+from fasteagle.answering import grammar, grammar_check
 from fasteagle.errors import FasteagleError
 from fasteagle.options import Defaults, ServeOptions
-from fasteagle.server import app, bodies, prepare
+from fasteagle.server import app, bodies
 from fasteagle.server.prepare import Planner
 from fasteagle.server.protocol import ChatRequest
 from helpers import raising
@@ -151,7 +151,7 @@ def test_earlier_calls_are_rendered_by_the_template_for_tools(live, monkeypatch,
 
 @pytest.fixture
 def compiling(hold):
-    return hold(prepare, "try_grammar")
+    return hold(grammar, "try_grammar")
 
 
 def test_a_grammar_that_is_compiled_holds_up_nobody_else(live, compiling):
