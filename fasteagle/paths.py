@@ -12,6 +12,7 @@ import os
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 from fasteagle.errors import FasteagleError, first_line, note, reason_of, size_of
 
 PARTIAL = ".partial"  # ending of temporary folders
+UNUSED_SECONDS = 30 * 24 * 3600  # after which `mark_used` removes files
 
 
 def home() -> Path:
@@ -231,6 +233,15 @@ def remove_damaged(folder: Path) -> None:
         return
     with contextlib.suppress(OSError), _temporary(folder.parent, folder.name) as place:
         folder.replace(place / folder.name)
+
+
+def mark_used(path: Path) -> None:
+    """Mark a part of the cache as used; remove those beside it that were not for 30 days."""
+    with contextlib.suppress(OSError):  # a cache that cannot be written stays as it is
+        os.utime(path)
+        for other in path.parent.iterdir():
+            if time.time() - other.lstat().st_mtime > UNUSED_SECONDS:
+                shutil.rmtree(other) if other.is_dir() else other.unlink()
 
 
 @contextlib.contextmanager

@@ -23,7 +23,14 @@ from fasteagle.loading.tensors import files_digest, fingerprint
 from fasteagle.model import EagleHead, Transformer
 from fasteagle.option_fields import require_unset
 from fasteagle.options import RuntimeOptions
-from fasteagle.paths import cache_dir, only_writer, require_no_model, require_writable, write_atomic
+from fasteagle.paths import (
+    cache_dir,
+    mark_used,
+    only_writer,
+    require_no_model,
+    require_writable,
+    write_atomic,
+)
 from fasteagle.prompts import Conversation, read_conversations, read_questions
 from fasteagle.training.data import (
     Features,
@@ -237,7 +244,9 @@ def _features(
         if ranks.is_first:
             note(f"features of about {min(done, total):,} of {total:,} tokens")
 
-    return cached_features(engine, conversations, folder, progress, aux_layers, ranks)
+    store = cached_features(engine, conversations, folder, progress, aux_layers, ranks)
+    mark_used(folder)
+    return store
 
 
 def write_head(

@@ -140,7 +140,8 @@ def test_what_is_missing_is_named_in_one_line(fake_compiler, monkeypatch, tmp_pa
 
 
 def test_two_at_once_compile_once(fake_compiler, tmp_path):
-    fake_compiler(f'echo once >> {tmp_path}/calls; sleep 0.3\n{TO_OUTPUT}echo made > "$2"\n')
+    script = f'echo once >> {tmp_path}/calls; sleep 0.3\n{TO_OUTPUT}echo made > "$2"\n'
+    folder = fake_compiler(script)
     threads = [threading.Thread(target=cpu_build.build, args=(FASTEST,)) for _ in range(3)]
     for thread in threads:
         thread.start()
@@ -148,6 +149,12 @@ def test_two_at_once_compile_once(fake_compiler, tmp_path):
         thread.join()
     assert (tmp_path / "calls").read_text().split() == ["once"]
     assert cpu_build.build(FASTEST).read_text() == "made\n"
+    for days in (29, 31):
+        (folder / f"{days}.so").touch()
+        os.utime(folder / f"{days}.so", times=(0, time.time() - days * 24 * 3600))
+    os.utime(cpu_build.library_path(FASTEST), times=(0, 0))
+    built = cpu_build.build(FASTEST)  # used today
+    assert {file.name for file in folder.glob("*.so")} == {"29.so", built.name}
 
 
 def test_the_name_says_what_a_file_is_for(monkeypatch, tmp_path):

@@ -205,13 +205,16 @@ def test_prompts_are_answered_and_trained_on(tiny_dir, tmp_path, no_compiler):
 def test_features_of_another_precision_are_others(tiny_dir, text_file, tmp_path, no_compiler):
     """They lie in the user cache by what computed them, not by the files alone."""
     runs = ("--precision", "fp32"), ("--precision", "int8-aten"), ("--precision", "fp32")
-    found = []
+    found, unused = [], cache_dir() / "features" / "unused"
+    unused.mkdir(parents=True)
+    os.utime(unused, times=(0, 0))
     for i, run in enumerate(runs):
         train = command(tiny_dir, text_file, tmp_path / f"head{i}", "--steps", 1, *run)
         done = invoke(*train)
         assert done.exit_code == 0, done.stderr
         found.append(set((cache_dir() / "features").iterdir()))
     assert len(found[1]) == len(found[0]) + 1 and found[2] == found[1]
+    assert unused not in found[0]
     refused = invoke(*command(tiny_dir, text_file, tmp_path / "a", "--precision", "int8-torchao"))
     assert refused.exit_code == 2 and "leave -torchao out" in refused.stderr
 
