@@ -99,6 +99,7 @@ class GrammarMask:
     def __init__(self, matcher: Any, eos_ids: frozenset[int]) -> None:
         self._matcher = matcher
         self._eos_ids = eos_ids
+        self._has_failed_rows = False  # in the last tree
 
     def apply(
         self, logits: Tensor, tokens: Sequence[int], parents: Sequence[int], valid: Sequence[bool]
@@ -109,7 +110,9 @@ class GrammarMask:
         for row in range(1, len(tokens)):
             if valid[row]:
                 children[parents[row]].append(row)
+        self._has_failed_rows = False
         self._fill(self._matcher, words, 0, tokens, children)
+        _check(self._matcher)
         if not words[0].any():
             raise EngineError("grammar: it failed: no token may come next")
         return _forbid(logits, words)
@@ -122,9 +125,14 @@ class GrammarMask:
         tokens: Sequence[int],
         children: list[list[int]],
     ) -> None:
-        """Fill the masks of `row`, where `matcher` is, and of all rows below it."""
+        """Fill the masks of `row`, where `matcher` is, and of all rows below it.
+
+        Where llguidance fails, they allow all: `advance` raises if the text goes there.
+        """
         mask = bytearray(matcher.compute_bitmask())  # little-endian: bit by bit, too
-        _check(matcher)
+        if matcher.is_error():
+            self._has_failed_rows = True
+            return
         if not matcher.is_accepting():  # a text that looks like an end is none
             for token in self._eos_ids:
                 mask[token // 8] &= ~(1 << token % 8)
@@ -142,6 +150,8 @@ class GrammarMask:
 
     def advance(self, tokens: Sequence[int]) -> None:
         for token in tokens:
+            if self._has_failed_rows:
+                self._matcher.compute_bitmask()  # fails again
             if token not in self._eos_ids:
                 self._matcher.consume_token(token)
         _check(self._matcher)

@@ -229,6 +229,22 @@ def test_the_mask_after_another_branch():
     assert torch.equal(allowed(mask, 260)[0], alone([begin, key, begin]))
 
 
+def test_a_branch_in_which_the_grammar_fails_ends_only_an_answer_that_takes_it():
+    """llguidance has limits that a text meets only after some beginnings."""
+    rules = [f'r{i}: "a" "{i}"\n' for i in range(2001)]
+    names = " | ".join(rule.split(":")[0] for rule in rules)
+    spec = GrammarSpec("grammar", f'start: "xy" | "y" ({names})\n{"".join(rules)}')
+    for token in b"xy":
+        mask = GrammarCompiler(Toy(), 260).start(spec)
+        rows = allowed(mask, 260, [0, *b"xy"], [0, 0, 0])
+        assert rows[:2].sum(1).tolist() == [2, 1]
+        if token == ord("x"):
+            mask.advance([token])
+            continue
+        with pytest.raises(FasteagleError, match="it failed: .* has 2002 items; max is 2000"):
+            mask.advance([token, ord("a")])
+
+
 def test_an_end_comes_only_where_the_form_is_complete():
     """Where a form demands the text of the token, too: that is no end."""
     compiler = GrammarCompiler(Toy(), 260)
