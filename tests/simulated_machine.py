@@ -152,13 +152,13 @@ class SharedCache(Machine):
 
     def __init__(self, true: Costs, p: float, cold: float, seed: int = 0) -> None:
         super().__init__(true, p, seed)
-        self.cold, self.kept = cold, 1.0  # share of the weights in the cache
+        self.cold, self.cached = cold, 1.0  # share of the weights in the cache
 
     def noisy(self, ms: float) -> float:
-        return super().noisy(ms) * (self.cold - (self.cold - 1) * self.kept)
+        return super().noisy(ms) * (self.cold - (self.cold - 1) * self.cached)
 
     def begin_pass(self, drafted: bool) -> None:
-        self.kept += -0.08 * self.kept if drafted else (1 - self.kept) / 25
+        self.cached += -0.08 * self.cached if drafted else (1 - self.cached) / 25
 
 
 def passes_of(rows: int) -> list[int]:

@@ -30,7 +30,7 @@ LOADED = [
     ({"prefix_cache_gb": -1}, "prefix-cache -1 is out of range"),
     ({"prefix_cache_gb": "1"}, "prefix-cache '1' is not a number"),
 ]
-ASKED = [
+REQUESTS = [
     ("x", {"stream": "no"}, "stream 'no' is neither True nor False"),
     ("x", {"speculate": "off"}, "speculate 'off' is neither True nor False"),
     ({"messages": "x"}, {"think": "off"}, "think 'off' is neither True nor False"),
@@ -99,7 +99,7 @@ def llm(tiny_dir):
         yield made
 
 
-@pytest.mark.parametrize(("prompt", "keywords", "message"), ASKED, ids=shown)
+@pytest.mark.parametrize(("prompt", "keywords", "message"), REQUESTS, ids=shown)
 def test_asking_from_python_names_the_argument(llm, prompt, keywords, message):
     with pytest.raises(FasteagleError) as caught:
         if isinstance(prompt, dict):

@@ -111,7 +111,7 @@ def test_any_company_leaves_a_text_as_it_is(seed, native, tmp_path):
     size = choose.choice([1, 2, 3, 4, 8])
     several, left, texts = Batch(engine, size), list(range(len(expected))), {}
     choose.shuffle(left)
-    given_up = set(left[:2])
+    cancelled = set(left[:2])
     wanted = list(jobs(len(expected), engine.model.config.vocab_size))
     while left or several.running:
         while left and several.has_room and choose.random() < 0.5:
@@ -120,8 +120,8 @@ def test_any_company_leaves_a_text_as_it_is(seed, native, tmp_path):
             begin(several, key, wanted[key])
         for key, new in several.step():
             texts[key] += new or []
-            if key in given_up and new is not None:
-                given_up.remove(key)
+            if key in cancelled and new is not None:
+                cancelled.remove(key)
                 several.end(key)
                 texts[key] = expected[key]
     assert texts == dict(enumerate(expected))

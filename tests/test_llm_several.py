@@ -194,12 +194,12 @@ def test_the_first_token_is_timed_from_the_beginning(llm):
     for key in range(2):
         llm.answers.begin(key, llm.made_request([5, 6], params, options), stats=stats[key])
     time.sleep(0.2)
-    told = set()
+    ttfts = set()
     while llm.answers.running:
         llm.answers.step()
-        told.add(stats[0].ttft)
+        ttfts.add(stats[0].ttft)
     assert 0.2 < stats[0].ttft < stats[1].ttft
-    assert told <= {0.0, stats[0].ttft}  # later tokens leave it as it is
+    assert ttfts <= {0.0, stats[0].ttft}  # later tokens leave it as it is
 
 
 def test_a_batch_takes_the_room_that_there_is(llm, monkeypatch):

@@ -43,18 +43,18 @@ def test_prompts_are_computed_alike_with_and_without_a_draft_head(window, monkey
         engine = Engine(target, 512, drafter=drafter)
         engine.on_cpu = False
         text = PROMPT + generated(engine, 20)
-        found = []
+        chunks = []
         for prompt, n_same in ((text + [7] * 400, len(text) - 1), ([*text[:20], 8, 9], 20)):
             rows = engine.cache.rows[:, :, :n_same].clone()
             passes.clear()
             normed, *_ = engine.prefill(prompt)
             assert torch.equal(engine.cache.rows[:, :, :n_same], rows)
-            found.append([each for each in passes if each[0] >= n_same])
+            chunks.append([each for each in passes if each[0] >= n_same])
             assert torch.allclose(normed, Engine(target, 512).prefill(prompt)[0], atol=1e-4)
         engine.restart()
         passes.clear()
         engine.prefill(text + [7] * 400)
-        found.append(passes.copy())
+        chunks.append(passes.copy())
         # The client leaves in the middle of an answer without drafts: pairs are not shown.
         engine.restart()
         answer = engine.generate(PROMPT, GREEDY, 200, speculate=False)
@@ -67,7 +67,7 @@ def test_prompts_are_computed_alike_with_and_without_a_draft_head(window, monkey
         passes.clear()
         engine.prefill([*text[:n_same], *[7] * 100])
         assert torch.equal(engine.cache.rows[:, :, :n_same], rows)
-        return [*found, [each for each in passes if each[0] >= n_same]]
+        return [*chunks, [each for each in passes if each[0] >= n_same]]
 
     with mock.patch.object(Transformer, "encode", encoded):
         plain = prefilled(None)

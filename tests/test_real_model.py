@@ -105,7 +105,7 @@ PROMPTS = (
 )
 
 
-ASKED = [
+REQUESTS = [
     (SamplingParams(), PROMPTS[0]),
     (SamplingParams(), PROMPTS[2]),
     (SamplingParams(0.7, top_p=0.9, seed=1), PROMPTS[1]),
@@ -113,7 +113,7 @@ ASKED = [
 ]
 
 
-@pytest.mark.parametrize(("params", "text"), rest_slow(ASKED), ids=str)
+@pytest.mark.parametrize(("params", "text"), rest_slow(REQUESTS), ids=str)
 def test_speculation_changes_no_token(checkpoint, model, tokenizer, params, text):
     """fp32 on the CPU: every drafter against plain."""
     from fasteagle.drafting.eagle import EagleDrafter

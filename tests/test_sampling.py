@@ -53,10 +53,10 @@ def test_a_search_for_top_p_takes_little_memory_unless_it_is_compiled():
     probs[0], probs[1, 3:] = 1.0, 0.0
     weights = probs / probs.amax(-1, keepdim=True)
     with Largest() as made:
-        found = top_p_threshold(weights, 0.9, looks=False)
+        threshold = top_p_threshold(weights, 0.9, looks=False)
     assert made.numel == weights.numel()
     with mock.patch.object(torch.compiler, "is_compiling", lambda: True):
-        assert torch.equal(found, top_p_threshold(weights, 0.9, looks=False))
+        assert torch.equal(threshold, top_p_threshold(weights, 0.9, looks=False))
 
 
 def random_logits(rows=5, vocab=200, scale=3.0, seed=0):
@@ -120,7 +120,7 @@ def test_threshold_is_the_smallest_nucleus(top_p):
 
 @pytest.mark.parametrize("looks", [True, False])
 @pytest.mark.parametrize(
-    ("probs", "top_p", "n_kept"),
+    ("probs", "top_p", "n_left"),
     [
         ([0.25, 0.25, 0.25, 0.25], 0.5, 4),  # ties stay together
         ([0.4, 0.3, 0.3, 0.0], 0.5, 3),
@@ -129,9 +129,9 @@ def test_threshold_is_the_smallest_nucleus(top_p):
         ([0.5, 0.25, 0.125, 0.125], math.nextafter(0.5, 1) + 1e-7, 2),
     ],
 )
-def test_the_nucleus_ends_with_the_token_that_reaches_its_mass(looks, probs, top_p, n_kept):
+def test_the_nucleus_ends_with_the_token_that_reaches_its_mass(looks, probs, top_p, n_left):
     row = torch.tensor([probs])
-    assert int((row >= top_p_threshold(row, top_p, looks)).sum()) == n_kept
+    assert int((row >= top_p_threshold(row, top_p, looks)).sum()) == n_left
 
 
 def test_the_nucleus_does_not_depend_on_the_order_of_sums():

@@ -123,11 +123,11 @@ def test_another_way_to_draw_is_compiled_in_the_background(target, compiler, mon
     """And another drafter, or the one before it: the code of each drops that of the other."""
     drafter = EagleDrafter(random_head(target), TreeShape(), 512)
     engine = Engine(target, 512, drafter=drafter)
-    asked, done = [], threading.Event()
+    specs, done = [], threading.Event()
 
     class Pieces:
         def __init__(self, engine, kind):
-            asked.append((engine.drafter, kind.greedy))
+            specs.append((engine.drafter, kind.greedy))
 
         def compile(self):
             pass
@@ -135,7 +135,7 @@ def test_another_way_to_draw_is_compiled_in_the_background(target, compiler, mon
         def apply(self):
             done.set()
 
-        missing = property(lambda self: asked)
+        missing = property(lambda self: specs)
 
     monkeypatch.setattr(background, "CycleCompiler", Pieces)
     preparation = Preparation(engine, quiet=True, tune=False)
@@ -143,21 +143,21 @@ def test_another_way_to_draw_is_compiled_in_the_background(target, compiler, mon
     for params in (GREEDY, SamplingParams(0.8), SamplingParams(0.5, seed=3)):
         with preparation.answering(params):
             pass
-    assert done.wait(60) and asked == [(drafter, False)]
-    del asked[:]
+    assert done.wait(60) and specs == [(drafter, False)]
+    del specs[:]
     for other in (drafter.resized(2), None, drafter):
         preparation.use(other)
         for params in (GREEDY, GREEDY, SamplingParams(0.8)):
             with preparation.answering(params):
                 pass
         preparation.join()
-        assert asked == [(other, True), (other, False)]
-        del asked[:]
+        assert specs == [(other, True), (other, False)]
+        del specs[:]
     drafter.tuning = Tuning(tmp_path / "costs.json", DEFAULT_RANKS)
     tuner.follow_costs(drafter, costs())  # it may choose other trees from now on
     with preparation.answering(GREEDY):
         pass
-    assert asked == [(drafter, True)]
+    assert specs == [(drafter, True)]
 
 
 def test_each_reason_why_nothing_is_captured_is_told_once(target, compiler, capsys):

@@ -97,8 +97,8 @@ def test_every_drafter_gives_the_tokens_of_plain_decoding(model, tokenizer, comp
     drafted = 0
     for name, drafter in drafters(model, number).items():
         engine = Engine(model, 512, drafter=drafter)
-        found, _ = run(engine, tokenizer, compiler, spec, params, 40)
-        assert found == expected, name
+        tokens, _ = run(engine, tokenizer, compiler, spec, params, 40)
+        assert tokens == expected, name
         drafted += engine.stats.drafted
         assert name == "ngram" or engine.stats.drafted > 0
     assert drafted > 20
@@ -146,9 +146,9 @@ def test_text_conforms(model, tokenizer, compiler):
         if engine.stats.finish != "eos":  # a random model may go on with blanks
             continue
         n_whole += 1
-        found = json.loads(text)
-        assert set(found) == {"name", "sizes", "kind"} and found["kind"] in ("small", "large")
-        assert 2 <= len(found["sizes"]) <= 3
+        value = json.loads(text)
+        assert set(value) == {"name", "sizes", "kind"} and value["kind"] in ("small", "large")
+        assert 2 <= len(value["sizes"]) <= 3
     assert n_whole >= 2
     _, text = run(Engine(model, 512), tokenizer, compiler, GrammarSpec("regex", "[a-f]{3,5}"), n=9)
     assert re.fullmatch("[a-f]{3,5}", text)

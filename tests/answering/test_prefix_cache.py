@@ -48,12 +48,12 @@ def test_alternating_conversations_compute_only_what_is_new(target, name, make_e
     talks = {seed: text(seed) for seed in (1, 2, 3)}
     for turn in range(3):
         for seed, so_far in talks.items():
-            found = answer(engine, so_far, cache)
+            reply = answer(engine, so_far, cache)
             cached = engine.stats.cached_tokens
             if turn:
                 assert cached >= len(so_far) - 24  # the question, and a few pairs of the drafter
-            assert found == answer(Engine(target, 512), so_far), (name, turn, seed)
-            talks[seed] = so_far + found + text(10 * turn + seed, 10)
+            assert reply == answer(Engine(target, 512), so_far), (name, turn, seed)
+            talks[seed] = so_far + reply + text(10 * turn + seed, 10)
 
 
 def test_a_shared_beginning_is_found(target):
@@ -113,10 +113,10 @@ def test_memory_stays_within_the_limit_while_a_sequence_is_copied(target, monkey
 
     def to(tensor, *args, **keywords):
         nonlocal most
-        found = original(tensor, *args, **keywords)
+        copy = original(tensor, *args, **keywords)
         if keywords.get("copy"):
-            most = max(most, cache.n_bytes + found.nbytes)
-        return found
+            most = max(most, cache.n_bytes + copy.nbytes)
+        return copy
 
     monkeypatch.setattr(torch.Tensor, "to", to)
     for seed in (1, 2, 3, 1):

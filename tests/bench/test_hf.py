@@ -77,8 +77,8 @@ SAMPLED = SamplingParams(
 def test_sampling_is_asked_for_with_every_parameter():
     model = Model([[5], [6]])
     turn = HFDecoder(model, SAMPLED, frozenset({9, 7})).turn([1, 2, 3], 20)
-    asked = {name: value for name, value in model.options.items() if name != "attention_mask"}
-    assert asked == {
+    passed = {name: value for name, value in model.options.items() if name != "attention_mask"}
+    assert passed == {
         "do_sample": True,
         "temperature": 0.7,
         "top_k": 5,

@@ -102,7 +102,7 @@ def test_one_shot_answer_is_alone_on_stdout(tiny_dir):
 
 
 def test_one_shot_says_why_nothing_is_captured(tiny_dir, monkeypatch):
-    def refused(engine, *given):
+    def refused(engine, *rest):
         engine.runner.error = "operation not permitted"
 
     monkeypatch.setattr(Engine, "prepare", refused)
@@ -157,7 +157,7 @@ def test_a_flag_that_is_gone_names_the_precision_instead(flag, value, precision)
 def test_quantize_sets_threads_and_says_the_size_of_what_it_wrote(tiny_dir, tmp_path, monkeypatch):
     threads = []
 
-    def write(folder, *given):
+    def write(folder, *rest):
         threads.append(torch.get_num_threads())
         with (folder / "weights").open("wb") as file:
             file.truncate(3 * 10**8)  # takes no room on the disk

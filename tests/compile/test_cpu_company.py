@@ -74,11 +74,11 @@ def test_texts_that_share_passes_share_calls(target, name, params, calls, monkey
         assert apart or max(calls) == MOST_CYCLES
         for i, own in enumerate(batch.engines):
             n = len(own.cached)
-            kept = [own.cache.rows[:, :, :n]]
+            tensors = [own.cache.rows[:, :, :n]]
             if own.drafter is not None:
-                kept += [cache.rows[:, :, : own.shown] for cache in own.drafter.caches]
+                tensors += [cache.rows[:, :, : own.shown] for cache in own.drafter.caches]
             counts = own.stats.passes, own.stats.drafted, own.stats.path_lengths
-            records.append((texts[i], counts, own.shown, [tensor.clone() for tensor in kept]))
+            records.append((texts[i], counts, own.shown, [tensor.clone() for tensor in tensors]))
     half = len(records) // 2
     for one, two in zip(records[:half], records[half:], strict=True):
         assert one[:3] == two[:3] and all(map(torch.equal, one[3], two[3]))

@@ -284,14 +284,14 @@ def test_several_texts_draft_what_each_drafts_alone(name, pairs):
 @pytest.mark.parametrize("name", ["eagle1, large vocabulary", "mtp", "eagle3, window"])
 def test_path_probabilities_do_not_depend_on_the_number_of_threads(name):
     """Two calls may have different numbers: a loud machine makes the kernels leave a core free."""
-    found = []
+    promises = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         texts = sequences(name, [(33, 20), (9, 9), (70, 1)])
         for text in texts:
             text.drafter.rule = even(0.0, 0.0)
-        found.append([p.promised for p in NativeDraft().together(texts)[0]])
-    assert found[0] == found[1] == found[2]
+        promises.append([p.promised for p in NativeDraft().together(texts)[0]])
+    assert promises[0] == promises[1] == promises[2]
 
 
 def test_texts_with_different_rules_are_drafted_by_their_own():

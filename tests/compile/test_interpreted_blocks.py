@@ -321,8 +321,8 @@ class Recording(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace == "fasteagle" and function not in self.calls:
             places = [t.data_ptr() for t in args if isinstance(t, Tensor)]
-            found = [cuda_blocks._LIVING[at] for at in places if at in cuda_blocks._LIVING]
-            self.weights[function] = found
+            living = [cuda_blocks._LIVING[at] for at in places if at in cuda_blocks._LIVING]
+            self.weights[function] = living
             copies = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs or {}))
             self.calls[function] = copies
         return function(*args, **(kwargs or {}))

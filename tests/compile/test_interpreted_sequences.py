@@ -303,10 +303,10 @@ def test_a_planted_fault_is_seen(name, kernels_on_cpu):
     some = [
         one(*t, G=1, group=group, E=E, int8=False, dtype=HALF) for t in ((5, 70, 4), (6, 90, 2))
     ]
-    kept = [own.member.rows.clone() for own in some]
+    stored = [own.member.rows.clone() for own in some]
     expected = torch.cat([alone(own, n_head, E, HALF, None, True, 0) for own in some])
     for broken in (False, True):
-        for own, rows in zip(some, kept, strict=True):
+        for own, rows in zip(some, stored, strict=True):
             own.member.rows.copy_(rows)
         sequences = gathered([own.member for own in some], M, B, group, block_of(M, B, group))
         if broken:

@@ -109,8 +109,8 @@ def test_compiled_cycles_of_several_are_captured_in_parts(engine, kind, monkeypa
     compiler.compile()
     compiler.apply()
     engine.on_cpu = True
-    found, several = together(engine, (0, 2))
-    assert found == expected and [*ask(engine, 2)] == processed, "alone, in parts too"
+    alone, several = together(engine, (0, 2))
+    assert alone == expected and [*ask(engine, 2)] == processed, "alone, in parts too"
     for own in several.engines[:2]:
         roots = [split.draft().tree.tokens for split in own.runner._split.values()]
         same = roots[0].data_ptr() == own.state.root.data_ptr()

@@ -101,9 +101,9 @@ def test_features_and_keys_of_a_part():
 def test_a_result_outlives_the_next_pass(target):
     engine = engine_of(target)
     first = engine.features([1, 2, 3])
-    kept = first.clone()
+    before = first.clone()
     engine.features([4, 5, 6])
-    assert torch.equal(first, kept)
+    assert torch.equal(first, before)
 
 
 def test_what_is_captured_is_ready_with_the_cycles_and_once(target):
@@ -164,13 +164,13 @@ def test_bits_of_replayed_parts(name):
         engine = Engine(model, 400, backend=backend)
         if not replays:  # it would take more rows at a time
             engine.runner.few_rows = backend.few_rows
-        found = []
+        tensors = []
         for n, more in ((1, 5), (16, 17), (40, 64), (100, 33), (300, 33)):
             engine.restart()
             for ids in (range(n), range(n + more)):
                 filled = engine.prefill([7 * i % 50 for i in ids])
-                found += [filled.normed.clone(), engine.cache.rows[:, :, : len(ids)].clone()]
-        results.append(found)
+                tensors += [filled.normed.clone(), engine.cache.rows[:, :, : len(ids)].clone()]
+        results.append(tensors)
         assert (engine.runner.replay_prompt([1], 0, ()) is not None) == replays
     assert engine.runner.error is None
     assert all(map(torch.equal, *results))
@@ -192,10 +192,10 @@ def test_long_prompts_against_the_core(name, kv, monkeypatch):
     ]
     results = []
     for engine in engines:
-        found = []
+        rows = []
         for n in (70, 150, 151, 400):
-            found.append(engine.prefill(prompt[:n]).normed.float())
-        results.append(torch.cat(found))
+            rows.append(engine.prefill(prompt[:n]).normed.float())
+        results.append(torch.cat(rows))
     own, expected = results
     error = (own - expected).norm(dim=-1) / expected.norm(dim=-1)
     # Of experts that score nearly the same a rounding chooses.

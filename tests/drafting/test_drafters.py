@@ -49,14 +49,14 @@ def golden_folders(config) -> list[Path]:
     roots = [ASSETS]
     if config.getoption("--golden"):
         roots.append(Path(config.getoption("--golden")))
-    found = []
+    folders = []
     for root in roots:
-        found += (
+        folders += (
             [root]
             if (root / "golden.json").exists()
             else sorted(path.parent for path in root.glob("*/golden.json"))
         )
-    return found
+    return folders
 
 
 def pytest_generate_tests(metafunc) -> None:

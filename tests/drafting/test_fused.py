@@ -33,17 +33,17 @@ ROOT = torch.tensor([50])
 def as_paths(tree):
     """Valid nodes as paths of tokens, with who proposed them."""
     paths = {0: ()}
-    found = {}
+    source_of = {}
     for row in range(1, len(tree.tokens)):
         if tree.valid[row]:
             parent = int(tree.parents[row])
             assert parent in paths and parent < row, "a node without its parent"
             paths[row] = (*paths[parent], int(tree.tokens[row]))
-            assert paths[row] not in found, "a node twice"
-            found[paths[row]] = int(tree.sources[row])
+            assert paths[row] not in source_of, "a node twice"
+            source_of[paths[row]] = int(tree.sources[row])
         else:
             assert int(tree.tokens[row]) == int(tree.parents[row]) == 0
-    return found
+    return source_of
 
 
 # A pool of two levels, k = 2: 1 and 2 below the root, 3 and 4 below 1, 3 and 5 below 2.
@@ -146,9 +146,9 @@ def test_random_pools_against_merging_over_lists(k, levels, R):
         # The best of any number are the best by the lists: the sum of their scores says so.
         ranked = sorted(expected.values(), reverse=True)
         for size in (1, n // 2, n):
-            kept = as_paths(rerank(both, ROOT, size))
-            total = sum(expected[path] for path in kept)
-            assert len(kept) == size and total == pytest.approx(sum(ranked[:size]), abs=1e-4)
+            best = as_paths(rerank(both, ROOT, size))
+            total = sum(expected[path] for path in best)
+            assert len(best) == size and total == pytest.approx(sum(ranked[:size]), abs=1e-4)
 
 
 def random_pool(draw, k, levels):

@@ -100,7 +100,7 @@ def test_layers_beyond_the_blocks_are_not_measured(own_head, tiny_dir, monkeypat
     """Blocks are counted by their input: the last number is that of the final features."""
     edit_json(own_head / "config.json", tap_layers=[0, 1, 2])
     layers = []
-    monkeypatch.setattr(module, "_accepted", lambda *given: layers.append(given[-1]) or 0.0)
+    monkeypatch.setattr(module, "_accepted", lambda *arguments: layers.append(arguments[-1]) or 0.0)
     run(own_head, "--model", tiny_dir, "--probe", "--precision", "fp32")
     assert layers == [None, (1, 2, 3)]
     edit_json(own_head / "config.json", tap_layers=[1, 2, 3])

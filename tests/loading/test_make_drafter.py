@@ -249,7 +249,7 @@ def test_a_head_is_refused_before_the_target_is_loaded(tiny_dir, head_dir, monke
 
 
 def test_files_that_fill_the_memory_are_named(model, checkpoint, monkeypatch):
-    def fill(*given):
+    def fill(*arguments):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
     monkeypatch.setattr(Drafting, "_drafter", fill)

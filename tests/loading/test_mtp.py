@@ -56,8 +56,8 @@ def write_mimo(folder, qwen2, drop=None):
     block = f"model.layers.{N_LAYER}."
     state = {name.replace(block, OWN): t for name, t in model.state_dict().items()}
     state |= {OWN + name: t for name, t in around.items()}
-    kept = {k: t for k, t in state.items() if drop is None or not k.startswith(drop)}
-    save_file(kept, folder / "model.safetensors")
+    tensors = {k: t for k, t in state.items() if drop is None or not k.startswith(drop)}
+    save_file(tensors, folder / "model.safetensors")
     return folder
 
 

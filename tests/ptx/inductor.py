@@ -73,10 +73,10 @@ class _Kernel:
         self._meta = autotuner.inductor_meta
 
     def run(self, *args, stream: int) -> None:
-        given, values = iter(args), self._config.kwargs | self._constants
+        rest, values = iter(args), self._config.kwargs | self._constants
         for name in self._function.arg_names:
             if self._signature[name] != "constexpr":
-                values[name] = next(given)
+                values[name] = next(rest)
         grid = GridExpr.from_meta(self._meta, self._config).eval_slow(values)
         values = {name: values[name] for name in self._function.arg_names}
         # With more warps threads past the end read scalars that the first thread writes, and drop

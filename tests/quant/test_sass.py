@@ -45,9 +45,9 @@ def compile_product(name: str, rows: int, accumulate: str, variant: str, sm: int
     cut = tiling.cut_rows(weight.layout, rows, rows, 4)
     x, out, scales = halves(rows, K), floats(4, rows, K), floats(K // kernels.SPAN, rows)
     out = out.half() if variant == "gated" else out
-    given = scales if variant == "scaled" else None
+    column_scales = scales if variant == "scaled" else None
     gated = variant == "gated"
-    launch = partial(kernels._launch, x, weight, accumulate, cut, out, scales, given, gated)
+    launch = partial(kernels._launch, x, weight, accumulate, cut, out, scales, column_scales, gated)
     (compiled,) = sass.compiled(launch, sm)
     return compiled, weight, cut.resident, compiled.metadata.num_warps
 

@@ -33,8 +33,8 @@ def loaded(request, serve_dir):
 
 @pytest.fixture(scope="session")
 def live(loaded):
-    with serving(loaded) as found:
-        yield found
+    with serving(loaded) as served:
+        yield served
 
 
 @pytest.fixture(scope="session")
@@ -107,8 +107,8 @@ def browser():
 @pytest.fixture(scope="module")
 def site(serve_dir):
     defaults = Defaults(SamplingParams(), AnswerOptions(40))
-    with serving(load(serve_dir, parallel=1), defaults=defaults) as found:
-        yield found
+    with serving(load(serve_dir, parallel=1), defaults=defaults) as served:
+        yield served
 
 
 @pytest.fixture

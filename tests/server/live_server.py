@@ -88,8 +88,8 @@ def until(condition, seconds=10.0):
 
 def number(live, pattern):
     """A number of the metrics, whose name and labels have a pattern; 0 if it is not there."""
-    found = re.search(rf"^{pattern} (\S+)$", httpx.get(f"{live.url}/metrics").text, re.M)
-    return float(found[1]) if found else 0.0
+    match = re.search(rf"^{pattern} (\S+)$", httpx.get(f"{live.url}/metrics").text, re.M)
+    return float(match[1]) if match else 0.0
 
 
 def failures(live, reason):
@@ -104,14 +104,14 @@ def n_generated(live):
 
 def deaf(port, **body):
     """A connection that has asked for an endless stream and reads only its beginning."""
-    found = socket.socket()
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    found.connect(("127.0.0.1", port))
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect(("127.0.0.1", port))
     raw = json.dumps({**LONG, "logprobs": True, "top_logprobs": 20, **body}).encode()
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    found.sendall(f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
-    assert found.recv(100).startswith(b"HTTP/1.1 200")
-    return found
+    client.sendall(f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
+    assert client.recv(100).startswith(b"HTTP/1.1 200")
+    return client
 
 
 @contextlib.contextmanager
@@ -151,16 +151,16 @@ class Live:
 def serving(llm, options=None, defaults=None, api_key=None):
     options = options or ServeOptions(port=0)
     server = Server(llm, options, defaults or Defaults(answer=AnswerOptions(16)), api_key)
-    found = running.listen(options)
+    listener = running.listen(options)
     made, ready = [], threading.Event()
     original = running.GracefulServer.__init__
 
-    def kept(self, *args):
+    def with_reference(self, *args):
         original(self, *args)
         made.append(self)
 
-    running.GracefulServer.__init__ = kept
-    work = functools.partial(running.run, server, found, print, ready.set)
+    running.GracefulServer.__init__ = with_reference
+    work = functools.partial(running.run, server, listener, print, ready.set)
     thread = threading.Thread(target=work, daemon=True)
     try:
         thread.start()
@@ -168,7 +168,7 @@ def serving(llm, options=None, defaults=None, api_key=None):
     finally:
         running.GracefulServer.__init__ = original
     try:
-        yield Live(server, found.getsockname()[1], made[0])
+        yield Live(server, listener.getsockname()[1], made[0])
     finally:
         made[0].should_exit = made[0].force_exit = True
         thread.join(20)

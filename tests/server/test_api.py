@@ -77,26 +77,26 @@ def test_what_was_guessed_right_is_told(client, name, live, stop):
     # A text of one letter, which n-grams guess.
     bias = {"logit_bias": {str(LETTER_ID): 100}, "stop": stop}
     events = list(ask(client, name, stream=True, max_tokens=60, extra_body=more, **bias))
-    told = [e.model_extra["accepted"] for e in events if "accepted" in (e.model_extra or {})]
-    assert sum(t["tokens"] for t in told) == 60
+    marks = [e.model_extra["accepted"] for e in events if "accepted" in (e.model_extra or {})]
+    assert sum(t["tokens"] for t in marks) == 60
     expected = direct(live, n=60, logit_bias={LETTER_ID: 100})
-    assert sum(t["accepted"] for t in told) == expected.stats.accepted > 0
-    assert sum(t["characters"] for t in told) == expected.stats.accepted  # a letter for each
+    assert sum(t["accepted"] for t in marks) == expected.stats.accepted > 0
+    assert sum(t["characters"] for t in marks) == expected.stats.accepted  # a letter for each
     plain = ask(client, name, max_tokens=60, extra_body={"speculate": False}, **bias)
     assert plain.choices[0].message.content == expected.text
     assert plain.usage.model_extra["speculation"]["drafted_tokens"] == 0
 
 
 def test_sampling_parameters(client, name, live):
-    given = {"temperature": 1.0, "top_p": 0.9, "seed": 5, "max_completion_tokens": 20}
+    options = {"temperature": 1.0, "top_p": 0.9, "seed": 5, "max_completion_tokens": 20}
     extra = {"top_k": 30, "min_p": 0.01, "repetition_penalty": 1.1}
-    found = ask(client, name, **given, extra_body=extra).choices[0].message.content
+    answer = ask(client, name, **options, extra_body=extra).choices[0].message.content
     expected = direct(live, n=20, temperature=1.0, top_p=0.9, seed=5, **extra)
-    assert found == expected.text
+    assert answer == expected.text
     penalties = {"presence_penalty": 1.5, "frequency_penalty": -0.5}
-    found = ask(client, name, **given, **penalties).choices[0].message.content
+    answer = ask(client, name, **options, **penalties).choices[0].message.content
     expected = direct(live, n=20, temperature=1.0, top_p=0.9, seed=5, **penalties)
-    assert found == expected.text
+    assert answer == expected.text
     first = ask(client, name, temperature=1.0)
     again = ask(client, name, temperature=1.0, seed=first.usage.model_extra["seed"])
     assert again.choices[0].message.content == first.choices[0].message.content
@@ -111,8 +111,8 @@ def test_values_that_other_servers_take(client, name, live):
         return reply.usage.model_extra["seed"]
 
     drawn = {"temperature": 1.0, "seed": 5}
-    found = ask(client, name, **drawn, extra_body={"top_k": -1}).choices[0].message.content
-    assert found == direct(live, temperature=1.0, seed=5).text
+    answer = ask(client, name, **drawn, extra_body={"top_k": -1}).choices[0].message.content
+    assert answer == direct(live, temperature=1.0, seed=5).text
     greedy = ask(client, name, temperature=1.0, top_p=0).choices[0].message.content
     assert greedy == direct(live).text
     seeds = {seed_of(ask(client, name, temperature=1.0, seed=-1, max_tokens=1)) for _ in range(3)}
@@ -126,8 +126,8 @@ def test_stop(client, name, live):
     assert reply.choices[0].message.content == text[: text.index(text[3:5])]
     assert reply.choices[0].finish_reason == "stop"
     streamed = ask(client, name, stop=text[3:5], stream=True)
-    found = "".join(e.choices[0].delta.content or "" for e in streamed)
-    assert found == text[: text.index(text[3:5])]
+    answer = "".join(e.choices[0].delta.content or "" for e in streamed)
+    assert answer == text[: text.index(text[3:5])]
 
 
 def test_logprobs(client, name, live):
@@ -150,8 +150,8 @@ def test_fields_that_change_nothing_here(client, name):
     ignored |= {"modalities": ["text"], "audio": None, "functions": None}
     messages = [{"role": "user", "content": "hello", "name": "me"}]
     more = {"reasoning_effort": "low", "parallel_tool_calls": False, "extra_body": ignored}
-    found = client.chat.completions.create(model=name, messages=messages, **more)
-    assert found.choices[0].message.content == ask(client, name).choices[0].message.content
+    reply = client.chat.completions.create(model=name, messages=messages, **more)
+    assert reply.choices[0].message.content == ask(client, name).choices[0].message.content
     options = {"include_usage": True, "include_obfuscation": False}
     assert list(ask(client, name, stream=True, stream_options=options))[-1].usage is not None
 
@@ -168,15 +168,15 @@ def test_how_much_thought_is_wanted(client, name, live, monkeypatch, template, e
     def expected(think):
         return len(live.llm.prompt(messages, think).ids)
 
-    given = {} if effort is None else {"reasoning_effort": effort}
-    assert n_tokens(**given) == expected(None)
+    options = {} if effort is None else {"reasoning_effort": effort}
+    assert n_tokens(**options) == expected(None)
     monkeypatch.setattr(live.llm.tokenizer, "_template", template)
     think = None if effort is None else effort not in ("none", "minimal")
-    assert n_tokens(**given) == expected(think)
+    assert n_tokens(**options) == expected(think)
     assert expected(False) > expected(True) == expected(None)
     for switch in (True, False):
         kwargs = {"extra_body": {"chat_template_kwargs": {"enable_thinking": switch}}}
-        assert n_tokens(**given, **kwargs) == expected(switch)
+        assert n_tokens(**options, **kwargs) == expected(switch)
 
 
 def test_the_end_token_counts(client, name, live):
@@ -200,9 +200,9 @@ def test_logprobs_are_those_before_the_bias(client, name):
 def test_system_prompts_and_parts(client, name, live):
     parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
     messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]
-    found = client.chat.completions.create(model=name, messages=messages)
+    reply = client.chat.completions.create(model=name, messages=messages)
     wanted = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
-    assert found.choices[0].message.content == direct(live, wanted).text
+    assert reply.choices[0].message.content == direct(live, wanted).text
 
 
 def test_a_message_cannot_end_its_turn(client, name, live):
@@ -257,18 +257,18 @@ def test_text_completions(client, name, live):
     )
     assert "".join(e.choices[0].text for e in events) == expected.text
     logprobs = client.completions.create(model=name, prompt="x", max_tokens=4, logprobs=2)
-    found = logprobs.choices[0].logprobs
-    assert len(found.tokens) == len(found.token_logprobs) == len(found.text_offset) == 4
-    assert found.text_offset[0] == 0 and len(found.top_logprobs[0]) == 2
+    listed = logprobs.choices[0].logprobs
+    assert len(listed.tokens) == len(listed.token_logprobs) == len(listed.text_offset) == 4
+    assert listed.text_offset[0] == 0 and len(listed.top_logprobs[0]) == 2
 
 
 def test_logprobs_of_parts_of_characters_have_names_of_their_own(client, name, live):
     """The first byte of two: no text of its own, and other such bytes look the same."""
     bias = {str(live.llm.tokenizer.encode(c)[0]): 100 for c in "éΩж"}
-    given = {"prompt": "x", "max_tokens": 2, "logit_bias": bias}
-    found = client.completions.create(model=name, logprobs=20, **given).choices[0].logprobs
-    assert all(len(top) == 20 for top in found.top_logprobs)
-    assert set(found.tokens) <= {"bytes:\\xc3", "bytes:\\xce", "bytes:\\xd0"}
+    options = {"prompt": "x", "max_tokens": 2, "logit_bias": bias}
+    listed = client.completions.create(model=name, logprobs=20, **options).choices[0].logprobs
+    assert all(len(top) == 20 for top in listed.top_logprobs)
+    assert set(listed.tokens) <= {"bytes:\\xc3", "bytes:\\xce", "bytes:\\xd0"}
     reply = ask(client, name, logprobs=True, logit_bias=bias, max_tokens=1)
     assert reply.choices[0].logprobs.content[0].bytes[0] in (0xC3, 0xCE, 0xD0)
 

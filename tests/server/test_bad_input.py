@@ -326,8 +326,8 @@ def test_what_is_no_http(live):
 def test_the_api_key(loaded):
     with serving(loaded, api_key="s3cret") as keyed:
         url = f"{keyed.url}/v1/models"
-        for given in (None, "Bearer wrong", "Bearer s3cre", "s3cret", "Bearer s3cretx"):
-            reply = httpx.get(url, headers={"authorization": given} if given else {})
+        for header in (None, "Bearer wrong", "Bearer s3cre", "s3cret", "Bearer s3cretx"):
+            reply = httpx.get(url, headers={"authorization": header} if header else {})
             assert reply.status_code == 401
             assert reply.json()["error"]["code"] == "invalid_api_key"
         assert httpx.get(url, headers={"authorization": "Bearer s3cret"}).status_code == 200
@@ -376,8 +376,8 @@ def test_other_machines_need_a_key():
 
 def test_defaults_of_the_command_line(loaded):
     defaults = Defaults(answer=AnswerOptions(3), system="Be brief.")
-    with serving(loaded, defaults=defaults) as found:
-        reply = httpx.post(f"{found.url}/v1/chat/completions", json={"messages": HELLO}).json()
+    with serving(loaded, defaults=defaults) as served:
+        reply = httpx.post(f"{served.url}/v1/chat/completions", json={"messages": HELLO}).json()
         assert reply["usage"]["completion_tokens"] == 3
         wanted = [{"role": "system", "content": "Be brief."}, *HELLO]
         expected = loaded.chat(wanted, max_new_tokens=3).text

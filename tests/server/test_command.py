@@ -48,16 +48,16 @@ def test_the_seed_of_the_command_line(serve_dir, started, seed):
 
 
 @pytest.mark.parametrize(
-    ("given", "n"), [((), 4), (("1",), 1), (("8",), 8), (("0",), 0), (("9",), 0)]
+    ("number", "n"), [((), 4), (("1",), 1), (("8",), 8), (("0",), 0), (("9",), 0)]
 )
-def test_how_many_at_once(serve_dir, started, given, n):
+def test_how_many_at_once(serve_dir, started, number, n):
     start, servers = started
-    done = start(serve_dir, *(("--parallel", *given) if given else ()))
+    done = start(serve_dir, *(("--parallel", *number) if number else ()))
     if n:
         assert servers[0].llm.answers.size == n
     else:
         assert done.exit_code == 2 and done.stderr.count("\n") == 1
-        assert f"parallel {given[0]} is out of range: use >= 1 and <= 8" in done.stderr
+        assert f"parallel {number[0]} is out of range: use >= 1 and <= 8" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -53,24 +53,24 @@ def test_an_answer_that_breaks_spoils_nothing(live, monkeypatch):
 
 def test_the_end_of_a_server_finishes_the_running_answers(live, loaded, slow):
     with (
-        serving(loaded, defaults=Defaults(answer=AnswerOptions(4))) as found,
-        busy(found, max_tokens=200) as running,
+        serving(loaded, defaults=Defaults(answer=AnswerOptions(4))) as served,
+        busy(served, max_tokens=200) as running,
     ):
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(httpx.post, found.url + CHAT, json=SHORT, timeout=30)
-            until(lambda: found.server.queue.n_waiting == 1)
-            found.server.queue.drain()
+            waiting = pool.submit(httpx.post, served.url + CHAT, json=SHORT, timeout=30)
+            until(lambda: served.server.queue.n_waiting == 1)
+            served.server.queue.drain()
             assert waiting.result().status_code == 503
-            assert failures(found, "shutdown") == 1
-        assert httpx.post(found.url + CHAT, json=SHORT).status_code == 503
+            assert failures(served, "shutdown") == 1
+        assert httpx.post(served.url + CHAT, json=SHORT).status_code == 503
         for _, lines in running:
             rest = [line for line in lines if line]
             assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]
 
 
 def test_the_first_signal_tells_what_the_second_does(live, loaded, slow, capfd):
-    with serving(loaded) as found, busy(found, 1, max_tokens=30) as ((_, lines),):
-        found.running.handle_exit(signal.SIGTERM, None)
+    with serving(loaded) as served, busy(served, 1, max_tokens=30) as ((_, lines),):
+        served.running.handle_exit(signal.SIGTERM, None)
         assert "once more to end at once" in capfd.readouterr().out
         assert [line for line in lines if line][-1] == "data: [DONE]"
 
@@ -100,9 +100,9 @@ def start(model, port, *more):
 
 
 def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def assert_ends(process, seconds=20):

@@ -17,8 +17,8 @@ APP = {"origin": "https://app.example"}
 def shared(loaded):
     """A server that pages of one origin may use, under a name of its own."""
     options = ServeOptions(port=0, allow_origin=(APP["origin"],), allow_host=("box.lan",))
-    with serving(loaded, options) as found:
-        yield found
+    with serving(loaded, options) as served:
+        yield served
 
 
 def test_prometheus_knows_the_format_of_the_numbers(live):
@@ -67,11 +67,11 @@ def test_pages_may_ask_with_a_key_and_read_what_they_need(shared):
 
 
 @pytest.mark.parametrize(
-    ("name", "is_kept"), [("a" * 64, True), ("a" * 65, False), ("a b", False), ("", False)]
+    ("name", "is_same"), [("a" * 64, True), ("a" * 65, False), ("a b", False), ("", False)]
 )
-def test_a_request_has_the_name_that_its_client_gives_if_a_log_can_hold_it(live, name, is_kept):
+def test_a_request_has_the_name_that_its_client_gives_if_a_log_can_hold_it(live, name, is_same):
     reply = httpx.get(f"{live.url}/health", headers={"x-request-id": name})
-    assert (reply.headers["x-request-id"] == name) is is_kept
+    assert (reply.headers["x-request-id"] == name) is is_same
 
 
 def test_a_mistake_has_the_name_under_which_the_log_tells_of_it(shared, monkeypatch, capfd):

@@ -195,8 +195,8 @@ def answer_dialog(dialog, answers):
 
 
 def test_conversations_stay_until_they_are_forgotten(page, says):
-    asked, answers = [], [False, False]
-    page.on("dialog", lambda one: asked.append(one.message) or answer_dialog(one, answers))
+    dialogs, answers = [], [False, False]
+    page.on("dialog", lambda one: dialogs.append(one.message) or answer_dialog(one, answers))
     names = page.locator("#talks li button:first-child")
     page.get_by_role("button", name="New").click()  # nothing is there yet
     for question, answer in (("first?", "one"), ("more?", "two")):
@@ -205,7 +205,7 @@ def test_conversations_stay_until_they_are_forgotten(page, says):
         done(page)
     for name in ("New", "Forget all"):  # both ask first
         page.get_by_role("button", name=name).click()
-    assert len(turns(page)) == 4 and len(asked) == 2
+    assert len(turns(page)) == 4 and len(dialogs) == 2
     page.get_by_role("button", name="New").click()
     assert turns(page) == []
     says("three")

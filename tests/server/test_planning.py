@@ -57,16 +57,16 @@ def test_planning_is_bounded_and_blocks_nothing_else(loaded, planning):
         concurrent.futures.ThreadPoolExecutor(44) as pool,
     ):
         ask = functools.partial(httpx.post, small.url + CHAT, json=SHORT, timeout=30)
-        asked = [pool.submit(ask) for _ in range(44)]
-        until(lambda: sum(job.done() for job in asked) == 38)
-        assert {job.result().status_code for job in asked if job.done()} == {429}
+        jobs = [pool.submit(ask) for _ in range(44)]
+        until(lambda: sum(job.done() for job in jobs) == 38)
+        assert {job.result().status_code for job in jobs if job.done()} == {429}
         start = time.monotonic()
         assert httpx.get(f"{small.url}/health").status_code == 200
         assert failures(small, "queue_full") == 38
         print(f"health and metrics after {1e3 * (time.monotonic() - start):.0f} ms")
         assert len(begun) == 1 and small.server.queue.n_waiting == 6  # queue and slots
         go_on.set()
-        assert sorted(job.result().status_code for job in asked) == [200] * 6 + [429] * 38
+        assert sorted(job.result().status_code for job in jobs) == [200] * 6 + [429] * 38
 
 
 def test_who_leaves_while_planning_keeps_the_place_until_it_is_over(loaded, planning):
@@ -104,20 +104,20 @@ def test_a_long_reply_is_written_beside_others(live, hold):
     """Log-probabilities of 2,000 tokens with 20 others each took the event loop seconds."""
     begun, go_on = hold(app, "whole_reply")
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(httpx.post, live.url + CHAT, json=SHORT, timeout=30)
+        request = pool.submit(httpx.post, live.url + CHAT, json=SHORT, timeout=30)
         until(lambda: begun)
         assert httpx.get(f"{live.url}/health", timeout=5).status_code == 200
         go_on.set()
-        assert asked.result().status_code == 200
+        assert request.result().status_code == 200
 
 
 def test_log_probabilities_decode_a_token_once(live, monkeypatch):
-    tokenizer, asked = live.llm.tokenizer, []
+    tokenizer, texts = live.llm.tokenizer, []
     raw = type(tokenizer).raw
 
     def counted(ids):
         if len(ids) == 2:  # a token within a text
-            asked.append(tuple(ids))
+            texts.append(tuple(ids))
         return raw(tokenizer, ids)
 
     monkeypatch.setattr(tokenizer, "_pieces", {})  # other answers may have said these tokens
@@ -125,7 +125,7 @@ def test_log_probabilities_decode_a_token_once(live, monkeypatch):
     for more in ({}, {"stream": True}):
         body = {**SHORT, "logprobs": True, "top_logprobs": 20, "max_tokens": 30, **more}
         assert httpx.post(live.url + CHAT, json=body).status_code == 200
-    assert len(asked) == len(set(asked)) > 20
+    assert len(texts) == len(set(texts)) > 20
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_a_grammar_that_is_compiled_holds_up_nobody_else(live, compiling):
     begun, go_on = compiling
     slow = {**SHORT, "guided_regex": "[ab]+"}
     with concurrent.futures.ThreadPoolExecutor(12) as pool:
-        asked = [pool.submit(httpx.post, live.url + CHAT, json=slow, timeout=30) for _ in range(12)]
+        jobs = [pool.submit(httpx.post, live.url + CHAT, json=slow, timeout=30) for _ in range(12)]
         until(lambda: begun)
         for path, body in ((CHAT, SHORT), ("/tokenize", {"prompt": "a"})):
             assert httpx.post(live.url + path, json=body, timeout=5).status_code == 200
@@ -166,7 +166,7 @@ def test_a_grammar_that_is_compiled_holds_up_nobody_else(live, compiling):
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(live.url + CHAT, json=slow, timeout=0.2)
         go_on.set()
-        assert {job.result().status_code for job in asked} == {200}
+        assert {job.result().status_code for job in jobs} == {200}
     assert len(begun) == 12  # who left while waiting has none
     until(lambda: live.server.queue.n_waiting == 0)
 
@@ -196,7 +196,7 @@ def test_a_long_text_is_read_beside_the_others(live, hold):
     ask = functools.partial(httpx.post, f"{live.url}/tokenize", timeout=30)
     long = {"prompt": "é" * 20_000}
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        asked = [pool.submit(ask, json=long) for _ in range(3)]
+        jobs = [pool.submit(ask, json=long) for _ in range(3)]
         until(lambda: begun)
         for path, body in ((CHAT, SHORT), ("/tokenize", {"prompt": "a"})):
             assert httpx.post(live.url + path, json=body, timeout=5).status_code == 200
@@ -206,7 +206,7 @@ def test_a_long_text_is_read_beside_the_others(live, hold):
             ask(json=long, timeout=0.2)
         assert len(begun) == 1
         go_on.set()
-        assert {len(job.result().json()["tokens"]) for job in asked} == {40_000}
+        assert {len(job.result().json()["tokens"]) for job in jobs} == {40_000}
     assert len(begun) == 3
     until(lambda: live.server.queue.n_waiting == 0)
 
@@ -252,11 +252,11 @@ def test_a_body_of_many_values_is_read_beside_others(live, hold):
     begun, go_on = hold(bodies, "read_body", lambda raw, *rest: len(raw) > bodies.SHORT_BYTES)
     long = {**SHORT, "metadata": {"list": [{"a": []}] * 10_000}}
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(httpx.post, live.url + CHAT, json=long, timeout=30)
+        request = pool.submit(httpx.post, live.url + CHAT, json=long, timeout=30)
         until(lambda: begun)
         assert httpx.post(live.url + CHAT, json=SHORT, timeout=5).status_code == 200
         go_on.set()
-        assert asked.result().status_code == 200
+        assert request.result().status_code == 200
     long["metadata"]["list"] *= 10
     reply = httpx.post(live.url + CHAT, json=long, timeout=30)
     assert reply.status_code == 400

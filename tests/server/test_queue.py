@@ -38,10 +38,10 @@ def test_many_clients_get_their_own_answers(live):
         return reply.json()["choices"][0]["message"]["content"]
 
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        found = list(pool.map(ask, range(16)))
+        answers = list(pool.map(ask, range(16)))
     until(lambda: live.server.queue.n_running == 0)
     expected = [live.llm.chat(f"client {i}", max_new_tokens=6).text for i in range(16)]
-    assert found == expected and len(set(found)) > 8
+    assert answers == expected and len(set(answers)) > 8
 
 
 @both
@@ -93,7 +93,7 @@ def test_a_client_that_leaves_before_the_first_event_is_read():
 
     from fasteagle.server.app import EventStream
 
-    class Asked:
+    class FakeJob:
         left = 0
 
         def leave(self):
@@ -108,7 +108,7 @@ def test_a_client_that_leaves_before_the_first_event_is_read():
     async def receive():
         return {"type": "http.disconnect"}
 
-    job = Asked()
+    job = FakeJob()
     scope = {"type": "http", "asgi": {"spec_version": "2.3"}}
     with contextlib.suppress(OSError, ClientDisconnect):
         asyncio.run(EventStream(events(), [job, job])(scope, receive, broken))
@@ -175,16 +175,16 @@ def test_too_many_are_told_when_to_come_back(loaded, slow):
 
 def test_lines_and_numbers_of_requests(loaded, capfd):
     """A line for each, under the client's own id where that is one, and refusals by status."""
-    with serving(loaded, ServeOptions(port=0, access_log=True)) as found:
-        first = httpx.post(found.url + CHAT, json=SHORT, headers={"x-request-id": "mine-1"})
+    with serving(loaded, ServeOptions(port=0, access_log=True)) as served:
+        first = httpx.post(served.url + CHAT, json=SHORT, headers={"x-request-id": "mine-1"})
         assert first.headers["x-request-id"] == "mine-1"
-        forged = httpx.get(f"{found.url}/a%0Ab", headers={"x-request-id": "a b"})
+        forged = httpx.get(f"{served.url}/a%0Ab", headers={"x-request-id": "a b"})
         assert re.fullmatch("[0-9a-f]{32}", forged.headers["x-request-id"])
-        httpx.post(found.url + CHAT, json={})
-        with httpx.stream("POST", found.url + CHAT, json=LONG) as stream:
+        httpx.post(served.url + CHAT, json={})
+        with httpx.stream("POST", served.url + CHAT, json=LONG) as stream:
             next(stream.iter_lines())
-        until(lambda: found.server.queue.n_running == 0)
-        text = httpx.get(f"{found.url}/metrics").text
+        until(lambda: served.server.queue.n_running == 0)
+        text = httpx.get(f"{served.url}/metrics").text
     lines = [line for line in capfd.readouterr().err.splitlines() if " 127.0.0.1 " in line]
     shown = [re.sub(r"^\S+T\S+\+00:00 127.0.0.1 (\S+) | \d+\.\d+ s", " ", line) for line in lines]
     usage = first.json()["usage"]
@@ -212,24 +212,24 @@ def test_a_line_counts_the_prompt_once_and_all_answers():
 
 def test_a_client_that_does_not_read_is_dropped(loaded, monkeypatch):
     monkeypatch.setattr(run, "WRITE_SECONDS", 0.3)
-    with serving(loaded) as found, contextlib.closing(deaf(found.port)) as client:
-        connections = found.running.server_state.connections
+    with serving(loaded) as served, contextlib.closing(deaf(served.port)) as client:
+        connections = served.running.server_state.connections
         until(lambda: len(connections) == 0, 20)
-        until(lambda: found.server.queue.n_running == 0, 0.5)
+        until(lambda: served.server.queue.n_running == 0, 0.5)
         client.settimeout(10)
         with contextlib.suppress(ConnectionResetError):
             while client.recv(2**20):  # what the kernel holds, then the end
                 pass
-        assert httpx.post(found.url + CHAT, json=SHORT).status_code == 200
+        assert httpx.post(served.url + CHAT, json=SHORT).status_code == 200
 
 
 def test_a_client_that_reads_slowly_gets_all(loaded, monkeypatch):
     """It was dropped after the time for one that takes nothing, in the middle of a body."""
     monkeypatch.setattr(run, "WRITE_SECONDS", 0.3)
     monkeypatch.setattr(app, "whole_reply", lambda *arguments: {"text": "x" * 2**22})
-    with serving(loaded) as found, socket.socket() as client:
+    with serving(loaded) as served, socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
-        client.connect(("127.0.0.1", found.port))
+        client.connect(("127.0.0.1", served.port))
         raw = json.dumps(SHORT).encode()
         head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         client.sendall(f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
@@ -246,24 +246,24 @@ def test_chunks_come_in_groups_the_first_at_once(seconds, expected):
     """A loop that is woken for each pass of a small model takes the cores from the next ones."""
     chunks = [Chunk(str(i), (i,)) for i in range(6)]
 
-    async def told_groups():
+    async def all_groups():
         job = Job()
         job.group_seconds = seconds
         job.add(chunks[0])
-        first = await asyncio.wait_for(anext(found := groups([job])), 1.0)
+        first = await asyncio.wait_for(anext(groups_of_job := groups([job])), 1.0)
         assert first == (job, chunks[:1]) and job.first_token is not None
         for chunk in chunks[1:]:
             job.add(chunk)
         job.tell(None)
-        return [first, *[group async for group in found]]
+        return [first, *[group async for group in groups_of_job]]
 
-    *told, end = [event for _, event in asyncio.run(told_groups())]
-    assert [chunk for group in told for chunk in group] == chunks and end is None
-    assert len(told) == expected
+    *chunk_groups, end = [event for _, event in asyncio.run(all_groups())]
+    assert [chunk for group in chunk_groups for chunk in group] == chunks and end is None
+    assert len(chunk_groups) == expected
 
 
 def test_chunks_come_before_what_went_wrong():
-    async def found():
+    async def all_chunks():
         job, seen = Job(), []
         job.add(Chunk("a", (1,)))
         job.add(Chunk("b", (2,)))
@@ -273,7 +273,7 @@ def test_chunks_come_before_what_went_wrong():
                 seen += group
         return seen
 
-    assert [chunk.text for chunk in asyncio.run(found())] == ["a", "b"]
+    assert [chunk.text for chunk in asyncio.run(all_chunks())] == ["a", "b"]
 
 
 def test_a_finished_answer_that_is_not_read_has_not_timed_out():

@@ -58,12 +58,12 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 def test_openai_agents(live, where, calls, plant):
     agents = pytest.importorskip("agents")
     agents.set_tracing_disabled(True)
-    asked = []
+    cities = []
 
     @agents.function_tool
     def weather(city: City) -> str:
         """Tell the weather."""
-        asked.append(city)
+        cities.append(city)
         plant(ANSWER)  # what the model says once it knows
         return "sunny"
 
@@ -74,7 +74,7 @@ def test_openai_agents(live, where, calls, plant):
         agent = agents.Agent("guide", tools=[weather], model=model, output_type=output_type)
         result = asyncio.run(agents.Runner.run(agent, "hello", max_turns=3))
         assert result.final_output == expected
-    assert asked == [City.ROME, City.ROME]
+    assert cities == [City.ROME, City.ROME]
 
 
 def test_langchain(live, where, calls, plant):
@@ -131,15 +131,15 @@ def test_openai(live, where, calls, plant):
         ("text", "auto", ""),
     ):
         plant(wanted)
-        given = {"model": name, "messages": MESSAGES, "tools": [strict], "tool_choice": choice}
-        (found,) = client.chat.completions.parse(**given, max_tokens=200).choices
+        options = {"model": name, "messages": MESSAGES, "tools": [strict], "tool_choice": choice}
+        (answer,) = client.chat.completions.parse(**options, max_tokens=200).choices
         if arguments == "":
-            assert found.message.content == wanted and not found.message.tool_calls
+            assert answer.message.content == wanted and not answer.message.tool_calls
             continue
-        (call,) = found.message.tool_calls
+        (call,) = answer.message.tool_calls
         parsed = call.function.parsed_arguments
         assert isinstance(parsed, Trip) and (arguments is None or parsed == TRIP)
-        with client.chat.completions.stream(**given, max_tokens=200) as stream:
+        with client.chat.completions.stream(**options, max_tokens=200) as stream:
             (again,) = stream.get_final_completion().choices
         assert again.message.tool_calls[0].function.parsed_arguments == parsed
     plant(ANSWER)

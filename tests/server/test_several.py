@@ -96,29 +96,29 @@ def test_a_step_that_breaks_ends_its_answers_alone(live, slow, monkeypatch, capf
 @pytest.fixture
 def fresh(serve_dir):
     """A server whose KV caches have not grown yet."""
-    with serving(load(serve_dir, parallel=4)) as found:
-        yield found
+    with serving(load(serve_dir, parallel=4)) as served:
+        yield served
 
 
 @pytest.fixture(params=["bytes", "cache"])
 def shorten(request, monkeypatch):
     """Make memory for another text short, or for another cache at all, until an event is set."""
-    found, sibling = threading.Event(), Engine.sibling
+    is_short, sibling = threading.Event(), Engine.sibling
 
     def unless_short(engine):
-        if found.is_set():
+        if is_short.is_set():
             return sibling(engine)
         raise torch.OutOfMemoryError
 
     def available(device):
-        return 2**40 if found.is_set() else 0
+        return 2**40 if is_short.is_set() else 0
 
     def shorten():
         if request.param == "cache":
             monkeypatch.setattr(Engine, "sibling", unless_short)
         else:
             monkeypatch.setattr(fasteagle.batch, "available_bytes", available)
-        return found
+        return is_short
 
     return shorten
 
@@ -181,13 +181,13 @@ def test_where_nothing_runs_a_lack_of_memory_is_told(fresh, monkeypatch):
 )
 def test_several_answers_to_one_prompt(client, live, kind, form):
     """Each is the one with its seed, whole and in a stream, where a choice is told by its index."""
-    given = {"model": live.server.name, "temperature": 1.0, "max_tokens": 12, "extra_body": form}
+    options = {"model": live.server.name, "temperature": 1.0, "max_tokens": 12, "extra_body": form}
 
     def ask(**more):
         if kind == "text":
-            return client.completions.create(prompt="once", **given, **more)
+            return client.completions.create(prompt="once", **options, **more)
         messages = [{"role": "user", "content": "hello"}]
-        return client.chat.completions.create(messages=messages, **given, **more)
+        return client.chat.completions.create(messages=messages, **options, **more)
 
     def text(choice):
         return choice.text if kind == "text" else choice.message.content

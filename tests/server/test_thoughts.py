@@ -12,9 +12,9 @@ def test_a_thought_has_a_field_of_its_own(client, live, plant, monkeypatch, is_c
     monkeypatch.setattr(tokenizer, "_template", f"{tokenizer._template}{{# </think> #}}")
     plant("<think>\nhm\n</think>\n\nyes")
     question = [{"role": "user", "content": "hello"}]
-    given = {"model": name, "messages": question, "max_tokens": 10 if is_cut else 40}
-    (whole,) = client.chat.completions.create(**given).choices
-    streamed = [e.choices[0] for e in client.chat.completions.create(**given, stream=True)]
+    options = {"model": name, "messages": question, "max_tokens": 10 if is_cut else 40}
+    (whole,) = client.chat.completions.create(**options).choices
+    streamed = [e.choices[0] for e in client.chat.completions.create(**options, stream=True)]
     for kind in ("content", "reasoning_content"):
         text = "".join(getattr(choice.delta, kind, None) or "" for choice in streamed)
         assert text == getattr(whole.message, kind)

@@ -87,9 +87,9 @@ def read(text, step=1000, form=None, is_cut=False, opened="", most_calls=None, m
     ],
 )
 def test_reading_calls_back(text, form, left, calls):
-    rest, found = parse_calls(text, form, ("weather", "f", "g"))
+    rest, parsed = parse_calls(text, form, ("weather", "f", "g"))
     assert rest == (text if left is None else left)
-    assert [(call.name, json.loads(call.arguments)) for call in found] == calls
+    assert [(call.name, json.loads(call.arguments)) for call in parsed] == calls
 
 
 @pytest.mark.parametrize("step", [1, 3, 7, 1000])
@@ -134,8 +134,8 @@ def test_an_answer_that_begins_with_text_is_no_call_without_marks(step):
 )
 def test_a_call_that_was_cut_leaves_no_markup(form, text, content, n_calls):
     for step in (1, 7, 100):
-        _, found, _, answer = read(text, step, form, is_cut=True)
-        assert found.strip() == content.strip() and len(answer.calls) == n_calls
+        _, rest, _, answer = read(text, step, form, is_cut=True)
+        assert rest.strip() == content.strip() and len(answer.calls) == n_calls
         assert answer.ends_in_call == (text not in (f"well {CALL}", "a < b", '{"other": 1'))
         one = read(text, step, form, is_cut=True, most_calls=1)[3]
         assert one.calls == answer.calls and not (one.calls and one.ends_in_call)

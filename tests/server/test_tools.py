@@ -33,14 +33,14 @@ def test_a_call_that_must_be_made(client, live, monkeypatch, template, choice):
     pytest.importorskip("llguidance")
     monkeypatch.setattr(live.llm.tokenizer, "_template", template)
     named = {"type": "function", "function": {"name": "weather"}}
-    given = {"tool_choice": "required" if choice == "required" else named, "temperature": 1.0}
-    reply = ask(client, live, seed=1, **given)
+    options = {"tool_choice": "required" if choice == "required" else named, "temperature": 1.0}
+    reply = ask(client, live, seed=1, **options)
     message = reply.choices[0].message
     assert reply.choices[0].finish_reason == "tool_calls" and message.content is None
     (call,) = message.tool_calls
     assert call.function.name == "weather" and call.id.startswith("call_")
     assert json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
-    events = [e.choices[0] for e in ask(client, live, seed=1, stream=True, **given)]
+    events = [e.choices[0] for e in ask(client, live, seed=1, stream=True, **options)]
     assert events[-1].finish_reason == "tool_calls"
     (streamed,) = events[-1].delta.tool_calls
     assert streamed.function.arguments == call.function.arguments and streamed.index == 0
@@ -187,10 +187,10 @@ def test_several_calls_in_an_answer(client, live, plant, monkeypatch, template, 
     if template != QWEN:
         calls = [call[12:-13].replace("arguments", "parameters") for call in calls]
     plant(("\n" if template == QWEN else "; ").join(calls))
-    given = {} if parallel is None else {"parallel_tool_calls": parallel}
-    given["max_tokens"] = 120 if n_calls == 1 else 160  # enough for what is wanted
-    (whole,) = ask(client, live, **given).choices
-    *_, event = ask(client, live, stream=True, **given)
+    options = {} if parallel is None else {"parallel_tool_calls": parallel}
+    options["max_tokens"] = 120 if n_calls == 1 else 160  # enough for what is wanted
+    (whole,) = ask(client, live, **options).choices
+    *_, event = ask(client, live, stream=True, **options)
     for calls, finish in (
         (whole.message.tool_calls, whole.finish_reason),
         (event.choices[0].delta.tool_calls, event.choices[0].finish_reason),
@@ -215,12 +215,12 @@ def test_a_call_that_max_tokens_cuts(client, live, plant, monkeypatch, template,
     monkeypatch.setattr(live.llm.tokenizer, "_template", template)
     plant(CALL if template == QWEN else CALL[12:-13].replace("arguments", "parameters"))
     named = {"type": "function", "function": {"name": "weather"}}
-    given = {"tool_choice": named if choice == "named" else choice}
+    options = {"tool_choice": named if choice == "named" else choice}
     for n in (1, 14, 30, 40):
-        (whole,) = ask(client, live, max_tokens=n, **given).choices
+        (whole,) = ask(client, live, max_tokens=n, **options).choices
         assert whole.finish_reason == "length"
         assert not whole.message.content and not whole.message.tool_calls
-        events = [e.choices[0] for e in ask(client, live, max_tokens=n, stream=True, **given)]
+        events = [e.choices[0] for e in ask(client, live, max_tokens=n, stream=True, **options)]
         assert events[-1].finish_reason == "length"
         assert not any(event.delta.content or event.delta.tool_calls for event in events)
 
@@ -231,11 +231,11 @@ def test_a_call_that_max_tokens_cuts(client, live, plant, monkeypatch, template,
 def test_a_call_that_a_stop_string_cuts(client, live, monkeypatch, template, stop):
     """As where max_tokens cuts one, nothing of it is shown."""
     monkeypatch.setattr(live.llm.tokenizer, "_template", template)
-    given = {"tool_choice": "required", "stop": [stop], "max_tokens": 60}
-    (whole,) = ask(client, live, **given).choices
+    options = {"tool_choice": "required", "stop": [stop], "max_tokens": 60}
+    (whole,) = ask(client, live, **options).choices
     assert not whole.message.content and not whole.message.tool_calls
     assert whole.finish_reason == "stop"
-    events = [e.choices[0] for e in ask(client, live, stream=True, **given)]
+    events = [e.choices[0] for e in ask(client, live, stream=True, **options)]
     assert not any(event.delta.content for event in events)
     assert events[-1].finish_reason == "stop"
 
@@ -250,19 +250,19 @@ def test_results_of_tools_are_in_the_order_of_their_calls(live, monkeypatch):
     def result(name, **more):
         return {"role": "tool", "tool_call_id": name, "content": f"in {name}", **more}
 
-    asked = [
+    messages = [
         {"role": "user", "content": "hello"},
         {"role": "assistant", "content": None, "tool_calls": [call(c) for c in ("a", "b", "c")]},
     ]
 
     def tokens(*results):
-        body = {"messages": [*asked, *results]}
+        body = {"messages": [*messages, *results]}
         return httpx.post(f"{live.url}/tokenize", json=body)
 
     expected = tokens(result("a"), result("b"), result("c", content=None))
     assert expected.status_code == 200, expected.text
-    found = tokens(result("c", content=None), result("a"), result("b"))
-    assert found.json()["tokens"] == expected.json()["tokens"]
+    reply = tokens(result("c", content=None), result("a"), result("b"))
+    assert reply.json()["tokens"] == expected.json()["tokens"]
     anonymous = [{"role": "tool", "content": "x"}, {"role": "tool", "content": "y"}]
     assert tokens(*anonymous).status_code == 200
     refused = tokens(result("d"))

@@ -97,7 +97,7 @@ def test_text_of_another_model_is_named(tmp_path, capsys):
     path = tmp_path / "text.jsonl"
     note_other_writer(path, "a", "1" * 64)  # nobody knows who wrote it
     settings = tmp_path / "text.jsonl.settings.json"
-    for written, is_told in (
+    for written, warns in (
         ('{"model": "/x/a", "fingerprint": "0"}', False),  # at another precision
         ('{"model": "b", "fingerprint": "1111"}', False),  # by another name
         ('{"model": "b", "fingerprint": "0"}', True),
@@ -107,4 +107,4 @@ def test_text_of_another_model_is_named(tmp_path, capsys):
     ):
         settings.write_text(written)
         note_other_writer(path, "/y/a", "1" * 64)
-        assert ("was written by" in capsys.readouterr().err) == is_told, written
+        assert ("was written by" in capsys.readouterr().err) == warns, written

@@ -69,7 +69,7 @@ def test_a_text_said_three_times_is_a_repetition(ids, said_again, at_the_end):
 def test_a_repetition_is_found_whatever_is_around_it():
     """`repetition` looks closer only where texts of eight tokens recur often enough."""
     draw = random.Random(0)
-    found = 0
+    n_whole = 0
     for _ in range(300):
         cycle = draw.choices(range(10), k=draw.randint(1, 70))
         said = (cycle * 170)[: draw.randint(0, 170)]
@@ -78,5 +78,5 @@ def test_a_repetition_is_found_whatever_is_around_it():
         begins = (repeated_from(ids, end) for end in range(len(ids) + 1))
         wanted = next((begin for begin in begins if begin is not None), None)
         assert repetition(ids) == wanted
-        found += wanted is not None
-    assert 50 < found < 250
+        n_whole += wanted is not None
+    assert 50 < n_whole < 250

@@ -47,12 +47,12 @@ def request(text: str, params=GREEDY, n=30) -> Request:
 
 def test_texts_are_those_of_the_engine(target, tokenizer):
     """Five requests for three slots; drawn texts beside greedy ones, and one that has no room."""
-    asked = [request("abcdefghijkl"[i : 4 + 2 * i], GREEDY if i % 3 else DRAWN) for i in range(5)]
-    replies = answered(ManyTexts(target, tokenizer, 3, 64), [*asked, request("x" * 64)])
+    batch = [request("abcdefghijkl"[i : 4 + 2 * i], GREEDY if i % 3 else DRAWN) for i in range(5)]
+    replies = answered(ManyTexts(target, tokenizer, 3, 64), [*batch, request("x" * 64)])
     assert replies.pop(5) is None
     engine, ends = Engine(target, 256), tokenizer.eos_ids
     for number, reply in replies.items():
-        assert reply.prompt == tokenizer.encode(asked[number].messages[0]["content"])
+        assert reply.prompt == tokenizer.encode(batch[number].messages[0]["content"])
         assert reply.text == tokenizer.decode(reply.ids)
         assert reply.is_cut == (reply.ids[-1] not in ends)
         assert len(reply.ids) <= 30
@@ -81,9 +81,9 @@ def test_draws_follow_the_temperature(target, tokenizer):
     """Of one prompt's next tokens, drawn 2,000 times."""
     torch.manual_seed(0)
     tokenizer.eos_ids = frozenset()
-    asked = [request("abcd", SamplingParams(0.7), 1)] * 2000
+    batch = [request("abcd", SamplingParams(0.7), 1)] * 2000
     drawn = [
-        reply.ids[0] for reply in answered(ManyTexts(target, tokenizer, 2000, 8), asked).values()
+        reply.ids[0] for reply in answered(ManyTexts(target, tokenizer, 2000, 8), batch).values()
     ]
     features = Engine(target, 256).features(tokenizer.encode("abcd"))
     wanted = (target.lm_head(features[-1:])[0].float() / 0.7).softmax(-1)

@@ -110,9 +110,9 @@ def test_a_head_to_begin_from_keeps_its_draft_vocabulary(
         more += ("--held-out", 4, "--init", first, "--loss-vocab-size", 60, "--lr", 1e-9, *size)
         done = invoke(*more)
         assert done.exit_code == 0, done.stderr
-    kept, (begun, _) = load_head(tmp_path / "kept", config)[0], load_head(first, config)
-    assert torch.equal(kept.target_ids(), ids)
-    assert torch.equal(kept.fc.weight, begun.fc.weight)
+    head, (begun, _) = load_head(tmp_path / "kept", config)[0], load_head(first, config)
+    assert torch.equal(head.target_ids(), ids)
+    assert torch.equal(head.fc.weight, begun.fc.weight)
     assert len(load_head(tmp_path / "given", config)[0].target_ids()) == 90
 
 
@@ -205,16 +205,16 @@ def test_prompts_are_answered_and_trained_on(tiny_dir, tmp_path, no_compiler):
 def test_features_of_another_precision_are_others(tiny_dir, text_file, tmp_path, no_compiler):
     """They lie in the user cache by what computed them, not by the files alone."""
     runs = ("--precision", "fp32"), ("--precision", "int8-aten"), ("--precision", "fp32")
-    found, unused = [], cache_dir() / "features" / "unused"
+    caches, unused = [], cache_dir() / "features" / "unused"
     unused.mkdir(parents=True)
     os.utime(unused, times=(0, 0))
     for i, run in enumerate(runs):
         train = command(tiny_dir, text_file, tmp_path / f"head{i}", "--steps", 1, *run)
         done = invoke(*train)
         assert done.exit_code == 0, done.stderr
-        found.append(set((cache_dir() / "features").iterdir()))
-    assert len(found[1]) == len(found[0]) + 1 and found[2] == found[1]
-    assert unused not in found[0]
+        caches.append(set((cache_dir() / "features").iterdir()))
+    assert len(caches[1]) == len(caches[0]) + 1 and caches[2] == caches[1]
+    assert unused not in caches[0]
     refused = invoke(*command(tiny_dir, text_file, tmp_path / "a", "--precision", "int8-torchao"))
     assert refused.exit_code == 2 and "leave -torchao out" in refused.stderr
 
