@@ -28,11 +28,11 @@ MOST_PENALTY = 100
 class SamplingParams:
     """Parameters of sampling from the target's logits; temperature 0 is greedy."""
 
-    temperature: float = option(0.0, "0 is greedy.", least=0, most=100)
-    top_k: int = option(0, "Likeliest tokens to draw from; 0 is off.", least=0, most=2**31)
-    top_p: float = option(1.0, "Probability of the tokens to draw from.", above=0, most=1)
-    min_p: float = option(0.0, "Least share of the likeliest token's.", least=0, below=1)
-    repetition_penalty: float = option(1.0, "1 is off.", least=1 / MOST_PENALTY, most=MOST_PENALTY)
+    temperature: float = option(0.0, "Sampling temperature; 0: greedy.", least=0, most=100)
+    top_k: int = option(0, "Sample from the k likeliest; 0: all.", least=0, most=2**31)
+    top_p: float = option(1.0, "Sample from the likeliest of this sum.", above=0, most=1)
+    min_p: float = option(0.0, "Least probability relative to the largest.", least=0, below=1)
+    repetition_penalty: float = option(1.0, "1: none.", least=1 / MOST_PENALTY, most=MOST_PENALTY)
     seed: int = option(
         0, "Same seed, same text.  [default: drawn and printed]", unset=None, least=0, below=2**63
     )
@@ -54,7 +54,7 @@ class SamplingParams:
 class AnswerOptions:
     """Conditions that end an answer."""
 
-    max_new_tokens: int = option(512, "Longest answer.", least=1)
+    max_new_tokens: int = option(512, "Longest answer, in tokens.", least=1)
     stop: tuple[str, ...] = option((), "End the answer before this text (repeatable).", kind="text")
 
     def __post_init__(self) -> None:
@@ -118,7 +118,7 @@ class RuntimeOptions:
 
     DEFAULT_MAX_SEQ_LEN: ClassVar[int] = 4096
 
-    device: str = option("auto", "auto, cpu or cuda[:N].")
+    device: str = option("auto", "Device: auto, cpu or cuda[:N].")
     dtype: str = option("auto", kind=("auto", *DTYPES))
     max_seq_len: int | None = option(
         None,
@@ -130,14 +130,14 @@ class RuntimeOptions:
     threads: int | None = option(None, "CPU threads.  [default: all cores]", least=1, most=1024)
     kv: str = option("auto", "Format of keys and values; auto: as the model computes.", kind=KV)
     # "int4", "int8" or the name of a scheme; None: as the checkpoint is
-    quant: str | None = option(None, "A scheme by name: int4-g64, int4-g128-hqq ...")
-    lm_head: str = option("int8", "Of a quantized model; keep: 16 bits.", kind=tuple(LM_HEAD_BITS))
+    quant: str | None = option(None, "Weight format: int4-g64, int4-g128-hqq ...")
+    lm_head: str = option("int8", "LM head, if quantized; keep: 16 bits.", kind=tuple(LM_HEAD_BITS))
     cpu_kernels: str = option(
         "auto",
         "Kernels of quantized weights on a CPU: native (ours) or aten (torch's).",
         kind=("auto", "native", "aten"),
     )
-    strict: bool = option(False, "Fail where a kernel is wrong on this device.")
+    strict: bool = option(False, "Exit with an error if a kernel is wrong on this device.")
     backend: str = option(
         "fasteagle",
         "torchao: its own formats and kernels.",
@@ -224,7 +224,7 @@ class DraftOptions:
     head: str | None = option(
         None,
         "Draft head: folder, .gguf file, Hugging Face id or a model's name.  "
-        "[default: found by itself]",
+        "[default: chosen for the model]",
     )
     tap_layers: tuple[int, ...] | None = option(None, TAP_LAYERS_TEXT, kind="numbers")
     tree_file: str | None = option(
@@ -236,7 +236,7 @@ class DraftOptions:
         unset="auto",
     )
     # None: those of DEFAULT_TREE, or of QUANTIZED_TREE where a row of the target costs more.
-    tree_depth: int | None = option(None, "Levels (SGLang: num-steps).", least=1, most=63)
+    tree_depth: int | None = option(None, "Tree levels (SGLang: num-steps).", least=1, most=63)
     tree_topk: int | None = option(
         None, "Nodes expanded at each level (SGLang: eagle-topk).", least=1, most=1024
     )
@@ -249,13 +249,13 @@ class DraftOptions:
     draft_precision: str = option("auto", "Precision of --draft-model, named as for --precision.")
     lookup: tuple[Path, ...] = option(
         (),
-        "Text or code that answers may quote (repeatable); for ngram and fused, of which auto "
-        "then takes one.",
+        "Text or code that answers may quote (repeatable), for ngram and fused; auto then uses "
+        "one of them.",
         kind="file",
     )
     lookup_depth: int | None = option(
         None,
-        "Tokens that fused and ngram copy in a row, at most; auto then looks up.  "
+        "Longest chain of tokens that fused and ngram copy; auto then uses one of them.  "
         f"[default: {LOOKUP_DEPTH}, ngram 7; chains on CPUs: 16, and 31 at most]",
         least=1,
         most=MAX_REACH,
@@ -378,9 +378,9 @@ class ServeOptions:
     max_body: float = option(8.0, "Largest body of a request, MiB.", above=0, most=2**20)
     access_log: bool = option(False, "Write a line about each request to stderr.")
     prefix_cache: float = option(
-        1.0, "GiB for the keys and values of earlier conversations.", least=0, most=2**20
+        1.0, "Memory for earlier conversations' keys and values, GiB.", least=0, most=2**20
     )
-    prefix_cache_on: str = option("host", "Memory of the prefix cache.", kind=PREFIX_CACHE_PLACES)
+    prefix_cache_on: str = option("host", "Place of the prefix cache.", kind=PREFIX_CACHE_PLACES)
 
     def __post_init__(self) -> None:
         check(self)

@@ -77,16 +77,16 @@ def names(known: Sequence[str]) -> Callable[[click.Context, click.Parameter, str
     default="1,2,4,8,16,32,64",
     show_default=True,
     type=Numbers(least=1),
-    help="Comma list of the rows M of x.",
+    help="Comma list of numbers of rows of the input.",
 )
 @click.option(
     "--accumulate",
     type=click.Choice(["fp32", "fp16"]),
     default="fp32",
     show_default=True,
-    help="Within a group, in our kernels.",
+    help="Precision of sums within a group, in our kernels.",
 )
-@click.option("--repeats", default=20, show_default=True, help="Of every graph.")
+@click.option("--repeats", default=20, show_default=True, help="Timed runs of each.")
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
 @click.option("--json", "json_path", type=FILE, help="Write the full record here.")
 @click.option("--md", is_flag=True, help="Print the table in Markdown.")

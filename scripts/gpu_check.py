@@ -247,11 +247,11 @@ def pack(carried: Path) -> None:
 
 @click.command(cls=Script)
 @click.option("--out", type=UserPath(file_okay=False))
-@click.option("--group", type=click.IntRange(1, 4), help="Stages of one call.  [default: all]")
-@click.option("--stages", "names", help="Comma list.  [default: all]")
-@click.option("--minutes", type=float, help=f"For all of it.  [default: {GROUP_MINUTES:g} a group]")
-@click.option("--dry-run", is_flag=True, help="On the CPU, with small shapes.")
-@click.option("--pack", "packs", is_flag=True, help=f"Pack what it needs into {CARRIED.name}/.")
+@click.option("--group", type=click.IntRange(1, 4), help="Run one group of stages.  [default: all]")
+@click.option("--stages", "names", help="Comma list of names.  [default: all]")
+@click.option("--minutes", type=float, help=f"Time limit.  [default: {GROUP_MINUTES:g} per group]")
+@click.option("--dry-run", is_flag=True, help="Run on the CPU, with small shapes.")
+@click.option("--pack", "packs", is_flag=True, help=f"Only pack its files into {CARRIED.name}/.")
 @click.option(
     "--merge",
     "others",

@@ -33,10 +33,10 @@ from fasteagle.training.held_out import TENTHS, HeldOut, evaluate, ready_head
 @click.command(cls=Script)
 @model_options
 @click.option("--data", type=FILE, required=True, help="JSONL of conversations as token ids.")
-@click.option("--head", "heads", multiple=True, help="May be repeated.  [default: the model's]")
+@click.option("--head", "heads", multiple=True, help="Draft heads.  [default: the model's]")
 @click.option("--limit", type=click.IntRange(1), help="Only the first N conversations.")
 @click.option(
-    "--plot", "plot_path", type=FILE, help="Acceptance against confidence (.svg, .png, .pdf)."
+    "--plot", "plot_path", type=FILE, help="Chart of acceptance by confidence: .svg, .png, .pdf."
 )
 def main(
     model: str,

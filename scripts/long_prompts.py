@@ -86,16 +86,16 @@ def _argument(code: str) -> str:
 
 
 @click.command(cls=Script, help=__doc__)
-@click.option("--model", default="smollm2-135m", show_default=True, help="Whose tokens.")
+@click.option("--model", default="smollm2-135m", show_default=True, help="Tokenizer.")
 @click.option(
     "--tokens",
     "n_tokens",
     type=click.IntRange(1),
     default=3000,
     show_default=True,
-    help="Of each document.",
+    help="Tokens of each document.",
 )
-@click.option("--count", type=click.IntRange(1), default=12, show_default=True, help="Questions.")
+@click.option("--count", type=click.IntRange(1), default=12, show_default=True, help="Prompts.")
 @click.option("--out", required=True, type=FILE)
 def main(model: str, n_tokens: int, count: int, out: Path) -> None:
     require_writable(out)

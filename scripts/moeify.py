@@ -48,8 +48,8 @@ RIDGE = 1e-3  # of the mean square of an input
 @click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Dense Llama model.")
 @click.option("--experts", default=8, show_default=True, type=click.IntRange(2, 256))
 @click.option("--top-k", default=2, show_default=True, type=click.IntRange(1, 256))
-@click.option("--data", type=FILE, required=True, help="JSONL of generate-data, for the routers.")
-@click.option("--gguf", type=FILE, help="Write this file too; MODEL must be a GGUF file.")
+@click.option("--data", type=FILE, required=True, help="JSONL of generate-data to fit routers.")
+@click.option("--gguf", type=FILE, help="Also write this GGUF file; --model must be one.")
 @click.option("--gguf-type", default="Q8_0", show_default=True, help="Type of its block linears.")
 def main(
     out: Path, model: str, experts: int, top_k: int, data: Path, gguf: Path | None, gguf_type: str

@@ -48,13 +48,13 @@ Event = tuple[str, float, float]  # a kernel, copy or fill: name, begin and end 
 @click.command(cls=Script, help=__doc__)
 @click.option("--model", default="llama2-7b", show_default=True, help="Registry name.")
 @click.option("--precision", default="int4", show_default=True)
-@click.option("--kv", default="auto", show_default=True, help="auto or int8.")
+@click.option("--kv", default="auto", show_default=True, help="KV cache: auto or int8.")
 @click.option("--device", default="cuda", show_default=True)
-@click.option("--tree", default="5/4/15", show_default=True, help="DEPTH/TOPK/NODES of drafts.")
+@click.option("--tree", default="5/4/15", show_default=True, help="DEPTH/TOPK/NODES.")
 @click.option(
-    "--passes", default="1,16,32", show_default=True, type=Numbers(least=1), help="Of rows."
+    "--passes", default="1,16,32", show_default=True, type=Numbers(least=1), help="Rows per pass."
 )
-@click.option("--cycles", default=16, show_default=True, help="Profiled, and timed.")
+@click.option("--cycles", default=16, show_default=True, help="Cycles to profile.")
 @click.option("--compile/--no-compile", "compile_", default=True, show_default=True)
 @click.option("--json", "json_path", type=FILE)
 def main(

@@ -52,17 +52,17 @@ COUNTS = (1, 8, 16, 32, 64)  # rows of the table of products
 
 @click.command(cls=Script, help=__doc__)
 @click.option("--model", default=DEFAULT_MODEL, help="Comma list: registry name, folder or file.")
-@click.option("--device", default="3090", show_default=True, help=f"Of {', '.join(DEVICES)}.")
-@click.option("--precision", default="int4", show_default=True, help="Comma list.")
-@click.option("--batch", default="1", type=Numbers(least=1), help="Sequences that share a pass.")
+@click.option("--device", default="3090", show_default=True, help=f"GPU: {', '.join(DEVICES)}.")
+@click.option("--precision", default="int4", show_default=True, help="Comma list: int4, int8 ...")
+@click.option("--batch", default="1", type=Numbers(least=1), help="Comma list: texts per pass.")
 @click.option("--context", default=1024, show_default=True, type=click.IntRange(0))
 @click.option("--tau", default=2.3, show_default=True, help="Tokens per cycle of rows that draft.")
 @click.option("--tree-depth", default=5, show_default=True)
 @click.option("--tree-topk", default=4, show_default=True)
 @click.option("--tree-nodes", default=15, show_default=True)
-@click.option("--fp16-accumulate", is_flag=True, help="Tensor cores add up in fp16: 2 x on RTX.")
-@click.option("--terms", is_flag=True, help="Each captured cycle, by product and launch.")
-@click.option("--rows", help="Comma list: limits of these rows, by bytes and FLOPs alone.")
+@click.option("--fp16-accumulate", is_flag=True, help="Predict for fp16 accumulation.")
+@click.option("--terms", is_flag=True, help="Print the time of each part of a cycle.")
+@click.option("--rows", help="Comma list: print bounds of these rows only.")
 def main(
     model: str,
     device: str,

@@ -59,7 +59,7 @@ OF_ROWS += ("save_outputs", "plot_path")
 @groups(BENCH_MODEL, DRAFT, ROWS)
 @click.option(
     "--precision",
-    help=f"Comma list of {', '.join(PRECISIONS)}.  [default: of --int4 and the like, or auto]",
+    help=f"Comma list of {', '.join(PRECISIONS)}.  [default: that of --int4 or --int8, else auto]",
 )
 @click.option(
     "--load-format",

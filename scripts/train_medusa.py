@@ -34,7 +34,7 @@ from fasteagle.prompts import read_conversations
     type=click.IntRange(1),
     default=60_000,
     show_default=True,
-    help="Of answers, at most.",
+    help="Answer tokens to use.",
 )
 @click.option("--epochs", type=click.IntRange(1), default=3, show_default=True)
 @click.option("--lr", default=1e-3, show_default=True)

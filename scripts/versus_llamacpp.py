@@ -109,12 +109,12 @@ class LlamaCpp(Decoder):
 
 
 @click.command(cls=Script, help=__doc__)
-@click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Of a GGUF file.")
-@click.option("--data", type=FILE, help="JSONL of turns.")
+@click.option("--model", default=DEFAULT_MODEL, show_default=True, help="GGUF model.")
+@click.option("--data", type=FILE, help="JSONL of questions.  [default: ours]")
 @click.option("--limit", type=int, help="Only the first N questions.")
 @click.option("--max-new-tokens", default=128, show_default=True)
-@click.option("--threads", type=int, help="Of both.  [default: all cores]")
-@click.option("--rows", default="plain,eagle,fused,ngram", show_default=True, help="Ours.")
+@click.option("--threads", type=int, help="CPU threads of both.  [default: all]")
+@click.option("--rows", default="plain,eagle,fused,ngram", show_default=True, help="Our rows.")
 @click.option("--json", "json_path", type=FILE)
 def main(
     model: str,

@@ -27,8 +27,8 @@ class EvalOptions:
         flag="--precision",
         kind="comma list",
     )
-    tokens: int = option(8192, "Most tokens of the text.")
-    window: int = option(512, "Tokens of a window.")
+    tokens: int = option(8192, "Number of tokens to evaluate.")
+    window: int = option(512, "Tokens per window.")
 
     def __post_init__(self) -> None:
         if not self.precisions:
@@ -56,17 +56,17 @@ class BenchOptions:
     )
     precisions: tuple[str, ...] = ("auto",)
     data: Path | None = option(
-        None, 'JSONL: {"turns": ["text", ...]}.  [default: ten of ours]', kind="file"
+        None, 'JSONL: {"turns": ["text", ...]}.  [default: ten built-in]', kind="file"
     )
     limit: int | None = option(None, "Only the first N questions.", least=1)
-    max_new_tokens: int = option(128, "Longest answer; a rate needs 2 tokens.", least=2)
+    max_new_tokens: int = option(128, "Longest answer in tokens, at least 2.", least=2)
     temperature: float = option(0.0)
     top_p: float = option(1.0)
     seed: int = option(0)
     compile: bool = option(True, flag="--compile/--no-compile")
     draft: DraftOptions = dataclasses.field(default_factory=DraftOptions)
     medusa: Path | None = option(
-        None, "Heads of the medusa row: scripts/train_medusa.py.", kind="file"
+        None, "Heads of the medusa row, by scripts/train_medusa.py.", kind="file"
     )
     tree_value: str = option(
         "cumulative", "confidence: EAGLE-2's ablation without cumulative scores.", kind=TREE_VALUES

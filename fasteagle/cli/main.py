@@ -79,7 +79,7 @@ def tune(model: str, runtime_options: RuntimeOptions, draft: DraftOptions) -> No
 
 @main.command()
 @click.option(
-    "--memory", is_flag=True, help="Show the memory that each needs, and what fits which card."
+    "--memory", is_flag=True, help="Show the memory that each needs, and which GPUs it fits."
 )
 def models(memory: bool) -> None:
     """List the models known by name."""

@@ -196,7 +196,7 @@ GONE = {
 }
 PRECISION_FIELDS = ("dtype", "quant", "lm_head", "cpu_kernels", "backend")
 BITS = (
-    click.option("--int4", is_flag=True, help="The checkpoint's own 4 bits, or HQQ."),
+    click.option("--int4", is_flag=True, help="4 bits: the checkpoint's own, or HQQ."),
     click.option("--int8", is_flag=True, help="8 bits, one scale per row."),
 )
 PRECISION = click.option(
@@ -345,7 +345,7 @@ ANSWERS = Group(
         click.option(
             "--json-schema", type=FILE, help="Answer in JSON that fits the schema in this file."
         ),
-        click.option("--regex", type=Text(), help="Answer with text that matches this as a whole."),
+        click.option("--regex", type=Text(), help="Regular expression of the whole answer."),
         click.option("--grammar", type=FILE, help="Answer in this file's Lark grammar."),
     ),
     _take_answers,

@@ -34,14 +34,14 @@ class TrainOptions:
 
     algorithm: str = option(
         "eagle1",
-        "What kind of head; eagle3.1 norms each auxiliary state and the next feature.",
+        "Kind of head; eagle3.1 norms each auxiliary state and the next feature.",
         kind=ALGORITHMS,
     )
     tap_layers: tuple[int, ...] | None = option(
         None, "Blocks whose input an EAGLE-3 head reads.  [default: 2,L/2,L-3]", kind="numbers"
     )
     borrow_lm_head: bool = option(
-        False, "Leave an EAGLE-3 head the model's LM head rows: a smaller file."
+        False, "Use the model's LM head rows in an EAGLE-3 head: a smaller file."
     )
     window: int | None = option(
         None,
@@ -76,16 +76,16 @@ class TrainOptions:
         most=64,
     )
     self_fed_decay: float = option(0.8, "Weight of each further step.", least=0, most=1)
-    batch_tokens: int = option(4096, "Tokens of a step.", least=1)
+    batch_tokens: int = option(4096, "Tokens per training step.", least=1)
     steps: int = option(2000, "Training steps.", least=1)
-    warmup: int = option(100, "Steps until --lr is reached.", least=0, most=2**31)
+    warmup: int = option(100, "Warm-up steps, until --lr is reached.", least=0, most=2**31)
     draft_vocab_size: int | None = option(
         None,
         "Size of the draft vocabulary: the most frequent tokens.  [default: as --init, or 16384]",
         least=1,
     )
     loss_vocab_size: int = option(
-        8192, "Tokens of the draft vocabulary, its most frequent, in the loss.", least=1
+        8192, "Number of the most frequent draft tokens in the loss.", least=1
     )
     init_scale: float = option(0.02, "Standard deviation of new weights.", above=0, most=1)
     seed: int = option(0, least=0, below=2**63)
@@ -138,11 +138,11 @@ class TrainRun:
         (), "JSONL of token ids that the model wrote (repeatable).", kind="file"
     )
     prompts: Path | None = option(None, PROMPTS_TEXT, kind="file")
-    answer_tokens: int = option(256, "Longest answer to --prompts.", least=1)
+    answer_tokens: int = option(256, "Longest answer to --prompts, in tokens.", least=1)
     out: Path = option(text="Folder to write.", kind="folder")
     resume: bool = option(False, RESUME_TEXT)
     held_out: int = option(100, "Conversations to measure on, not trained on.", least=1)
-    max_len: int = option(640, "Tokens at which conversations are cut.", least=1)
+    max_len: int = option(640, "Longest conversation, in tokens; others are cut.", least=1)
     every: int = option(200, "Steps between evaluations.", least=1)
     init: Path | None = option(None, "Draft head to begin from.", kind="existing folder")
     features: str = option(
@@ -178,7 +178,7 @@ class CalibrateOptions:
         least=1,
     )
     tokens: int = option(50_000, "Tokens to write.", least=1)
-    minutes: float = option(30.0, "Time for text and training.", above=0, below=10_000)
+    minutes: float = option(30.0, "Minutes for text and training together.", above=0, below=10_000)
     steps: int | None = option(
         None, "Training steps.  [default: as many as fit into --minutes]", least=1
     )
@@ -211,12 +211,12 @@ class DataOptions:
         None, "Conversations, those dropped included.  [default: every prompt]", least=1
     )
     tokens: int | None = option(None, "Stop after so many tokens of answers.", least=1)
-    batch: int = option(8, "Conversations at a time.", least=1)
+    batch: int = option(8, "Conversations generated at once.", least=1)
     temperature: tuple[str, ...] = option(
         ("0", "0.7"), "Temperatures of the conversations, in turn.", kind="comma list"
     )
     top_p: float = 0.95
-    max_new_tokens: int = option(512, "Longest answer.", least=1)
+    max_new_tokens: int = option(512, "Longest answer, in tokens.", least=1)
     seed: int = option(0, "The same seed gives the same text.")
     exclude: tuple[Path, ...] = option(
         (),
