@@ -34,7 +34,7 @@ CALL_MS = 24.0  # longest call of several cycles, whose tokens come at once
 
 
 class How(NamedTuple):
-    """What the cycles of several texts must have alike to be run by one call."""
+    """Settings that cycles of several texts must share to be run by one call."""
 
     head: EagleHead | None
     corpus: Corpus | None

@@ -64,7 +64,7 @@ class Text(NamedTuple):
 
     @property
     def is_noisy(self) -> bool:
-        """Whether the draft head ranks tokens with the noise that the target draws with."""
+        """Return whether the draft head ranks tokens with the noise that the target draws with."""
         return not self.spec.kind.greedy and self.eagle.noise == "shared"
 
 

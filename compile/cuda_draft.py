@@ -128,7 +128,7 @@ class SharedDraft:
 
 
 class _Rows:
-    """As many rows of each text in a run of the draft head, and the texts' caches for them."""
+    """Rows of several texts, equally many of each, in a run of the draft head, and their caches."""
 
     def __init__(self, drafter: EagleDrafter, table: Tensor, n_rows: int, n_slots: int) -> None:
         from fasteagle.compile.kernels import sequence_kernels, tree_kernels

@@ -57,7 +57,7 @@ OF_WRITING = "prompts", "exclude", "write_seconds", "slots", "answer_tokens"  # 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How one draft head is trained; `init` is the head to begin from."""
+    """Settings of the training of one draft head; `init` is the head to begin from."""
 
     name: str
     options: TrainOptions

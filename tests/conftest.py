@@ -93,7 +93,7 @@ def card(request, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a person is told does not depend on how fast this machine opens a model."""
+    """Make messages independent of how fast this machine opens a model."""
     monkeypatch.setattr(opening, "PATIENCE", 3600.0)
 
 
@@ -217,7 +217,7 @@ COMPILED = pytest.param(True, marks=pytest.mark.slow)
 
 @pytest.fixture(params=[False, COMPILED], ids=["eager", "compiled"])
 def compiled(request):
-    """Whether models are compiled; the test runs both ways."""
+    """Run the test with compiled models and with eager ones."""
     if not request.param:
         request.getfixturevalue("no_compiler")
     return request.param

@@ -100,7 +100,7 @@ def gguf_parts(name: str, tensor):
 
 
 def write_experts_metadata(writer: GGUFWriter, config, architecture: str) -> None:
-    """What llama.cpp's converter writes of a mixture of experts."""
+    """Return what llama.cpp's converter writes of a mixture of experts."""
     n_expert = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     if not n_expert:
         return

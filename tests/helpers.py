@@ -160,7 +160,7 @@ def random_target(config: ModelConfig, seed=0) -> Transformer:
 
 
 def eagle3_of(algorithm: str, config: ModelConfig, **changes) -> Eagle3Config | None:
-    """For "eagle3": reads the residual stream before the first, the last and behind all blocks."""
+    """Return settings to read features before the first, the last and after all blocks."""
     L = config.n_layer
     if algorithm != "eagle3":
         return None
@@ -263,7 +263,7 @@ def rest_slow(cases: list, n: int = 1) -> list:
 
 
 def output_of(code: str, **options) -> str:
-    """What indented `code` prints in a process of its own, which must succeed."""
+    """Return what indented `code` prints in a process of its own, which must succeed."""
     command = [sys.executable, "-c", textwrap.dedent(code)]
     run = subprocess.run(command, capture_output=True, text=True, **options)
     assert run.returncode == 0, run.stderr
@@ -274,7 +274,7 @@ def output_of(code: str, **options) -> str:
 
 
 def drawing(params: SamplingParams, vocab_size: int) -> tuple[SamplingMode, SamplingTensors]:
-    """What functions that draw take in place of `params`."""
+    """Return what functions that draw take in place of `params`."""
     return SamplingMode.of(params, vocab_size), SamplingTensors.of(params)
 
 
@@ -335,7 +335,7 @@ def verify_rows(engine: Engine, tokens, parents) -> Output:
 
 
 def allowed(mask, vocab_size: int, tokens=(0,), parents=(0,)) -> torch.Tensor:
-    """Whether each token may follow each row of a tree [T, V], by a grammar."""
+    """Return whether each token may follow each row of a tree [T, V], by a grammar."""
     rows = list(tokens), list(parents), [True] * len(tokens)
     return mask.apply(torch.zeros(len(tokens), vocab_size), *rows).isfinite()
 

@@ -32,7 +32,7 @@ TWO_PROGRAMS = 49 * 1024  # of the 100 KB of shared memory, one of which each pr
 
 
 class Usage(NamedTuple):
-    """What one program takes. Stack and local memory above 0: registers spill."""
+    """Resources that one program takes. Stack and local memory above 0: registers spill."""
 
     registers: int  # of a thread
     shared: int  # bytes
@@ -109,5 +109,5 @@ def main_loop(sass: str) -> list[str]:
 
 
 def opcodes(loop: list[str]) -> Counter[str]:
-    """How often each instruction occurs, without its modifiers and predicates."""
+    """Count each instruction, without its modifiers and predicates."""
     return Counter(re.sub(r"^@!?U?P\w+\s+", "", code).split()[0].split(".")[0] for code in loop)

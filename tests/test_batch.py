@@ -59,7 +59,7 @@ def alone(engine: Engine, wanted) -> list[list[int]]:
 
 
 def together(engine: Engine, size: int, wanted) -> list[list[int]]:
-    """As a caller does it: a text begins wherever one has ended."""
+    """Answer as a caller does: a text begins wherever one has ended."""
     several, waiting = Batch(engine, size), list(enumerate(wanted))
     texts = {key: [] for key, _ in waiting}
     ended = set()

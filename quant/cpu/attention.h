@@ -25,7 +25,7 @@ constexpr int MAX_HEAD_DIM = 256;
 constexpr int WIDE = 4;                // vectors of keys, or of columns of values, at once
 constexpr int MOST = W == 16 ? 4 : 3;  // queries at once: their sums stay in registers
 
-// How queries and weights are multiplied by elements of a cache: in fp32, one after another.
+// Products of queries and weights with elements of a cache: in fp32, one after another.
 template <class C>
 struct Product {
   using Factor = float;               // type of queries and weights

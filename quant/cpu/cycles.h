@@ -75,7 +75,7 @@ struct Drafted {
   double ms = 0.0;        // what drafting took, a share of what texts did together
 };
 
-// What the cycles of all texts have alike: `How` in compile/cpu_cycles.py.
+// Settings that the cycles of all texts share: `How` in compile/cpu_cycles.py.
 struct How {
   const Target& target;
   const Head* head;  // none: the lookup alone

@@ -97,7 +97,7 @@ struct Activations {
   }
 };
 
-// What a product needs of one row and block besides the integers.
+// Parameters of one row and block that a product needs besides the integers.
 struct Term {
   float scale;    // of the activations
   float offset;   // factor of a weight's offset: the activations' sum

@@ -68,7 +68,7 @@ struct Sampling {
   Tensor temperature, seed, top_k, top_p, min_p, penalty, seen;
 };
 
-// What drafts the chains of some cycles of a text: see `cycles` in ops.cpp.
+// Tensors that draft the chains of some cycles of a text: see `cycles` in ops.cpp.
 struct DraftTensors {
   static constexpr std::string_view FIELDS = "table recent keys values temperature seed";
   Tensor table, recent, keys, values, temperature, seed;

@@ -25,7 +25,7 @@ needs_compiler = pytest.mark.skipif(missing_compiler() is not None, reason="no C
 
 
 def held() -> tuple[int, int, int]:
-    """What the process holds: bytes of tensors, tensors, and Python objects."""
+    """Return what the process holds: bytes of tensors, tensors, and Python objects."""
     gc.collect()
     objects = gc.get_objects()
     tensors = [o for o in objects if type(o) in (torch.Tensor, torch.nn.Parameter)]

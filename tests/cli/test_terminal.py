@@ -62,7 +62,7 @@ class Terminal:
         return bool(termios.tcgetattr(self.master)[3] & termios.ICANON)
 
     def shows(self, pattern: str, within: float) -> bool:
-        """Whether `pattern` is on the screen, or appears in so many seconds."""
+        """Return whether `pattern` is on the screen, or appears in so many seconds."""
         end = time.monotonic() + within
         while not re.search(pattern, self.screen):
             left = end - time.monotonic()

@@ -74,7 +74,7 @@ def answer(backend, drafter, params, n, processor=None):
 
 @functools.cache
 def plain(name: str, params: SamplingParams) -> tuple[list[int], list[int]]:
-    """What plain decoding answers, without a grammar and with one."""
+    """Return the answers of plain decoding, without a grammar and with one."""
     backend, _ = made(name, None)
     limited, _ = answer(backend, None, params, 6, processor=Even())
     return answer(backend, None, params, 30)[0], limited

@@ -39,7 +39,7 @@ DRAWN = [SamplingParams(), SamplingParams(0.8, seed=3), SamplingParams(1.3, seed
 
 
 class Always(EagleDrafter):
-    """With the same stopping rule in every cycle."""
+    """Drafter with the same stopping rule in every cycle."""
 
     rule = Thresholds((0.0,) * 6, (0.0,) * 6)
 

@@ -128,7 +128,7 @@ def test_an_expert_s_activation_beyond_fp16():
 
 
 def routed(scores: Tensor, n_expert: int, k: int, renormalizes=False, shares=False, bias=None):
-    """By the kernel: ids and weights of each row's experts in their order, and the routings."""
+    """Return the ids and weights of each row's experts in their order, and the routings."""
     routings = expert_kernels.route(scores, n_expert, k, renormalizes, 1.5, shares, bias)
     M, (experts, counts, slots, weights) = len(scores), routings[0]
     ids = torch.full((k * M,), -1)

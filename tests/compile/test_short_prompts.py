@@ -18,7 +18,7 @@ from replaying import ReplayingBackend
 
 
 class Backend(ReplayingBackend):
-    """Its rows do not depend on their number, as those of fused blocks do not."""
+    """Backend whose rows do not depend on their number, like those of fused blocks."""
 
     few_rows = 256
 

@@ -120,7 +120,7 @@ def assert_close(result: Tensor, expected: Tensor) -> None:
 
 
 def sdpa(p: Problem) -> Tensor:
-    """In fp32, [G, group, T, E]."""
+    """Return the result in fp32, [G, group, T, E]."""
     S, T = p.k.shape[1], len(p.view.depths)
     k, v = (torch.nan_to_num(cache).float()[:, None] for cache in (p.k, p.v))
     q = p.q.float().unflatten(1, (p.group, T))

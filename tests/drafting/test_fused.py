@@ -152,7 +152,7 @@ def test_random_pools_against_merging_over_lists(k, levels, R):
 
 
 def random_pool(draw, k, levels):
-    """As EAGLE expands: k distinct children each, of k of the nodes of the level above."""
+    """Return a pool of an EAGLE tree: k distinct children of k nodes of the level above."""
     tokens, scores, parents = [], [], []
     frontier = [-1]
     for _ in range(levels):

@@ -25,7 +25,7 @@ BUFFER = 64
 
 
 def match_size(text, end, suffix_of, longest):
-    """How many tokens before and at `end` of `text` equal the last ones of `suffix_of`."""
+    """Count the tokens up to `end` of `text` that equal the last ones of `suffix_of`."""
     size = 0
     while size < min(longest, end + 1, len(suffix_of)) and text[end - size] == suffix_of[-1 - size]:
         size += 1

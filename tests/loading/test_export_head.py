@@ -44,7 +44,7 @@ def saved(folder, kind, dtype=torch.bfloat16, block=None, header=None, **changes
 
 
 def exported(folder, to, target, **changes):
-    """What is written of a head, loaded back; the head itself; and the lines for the person."""
+    """Return a head written and loaded back, the head itself, and the lines for the person."""
     kind = changes.pop("kind", E3)
     head = saved(folder / "ours", kind, **changes)
     out = folder / "out"

@@ -22,7 +22,7 @@ from hub_cache import put_in_cache
 
 
 def empty_head(folder: Path) -> Path:
-    """What is enough for the search to take `folder` for a draft head's."""
+    """Write what is enough for the search to take `folder` for a draft head's."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
     (folder / "pytorch_model.bin").write_bytes(b"x")

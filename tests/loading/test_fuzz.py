@@ -88,7 +88,7 @@ def changes(*keys):
 
 
 def outcome(run):
-    """What `run` returns, or None where it refuses its input; nothing else may leave it."""
+    """Return the result of `run`, or None where it refuses its input, its only valid error."""
     try:
         with bounded():
             return run()

@@ -26,7 +26,7 @@ from helpers import TINY_VOCAB, logits_of, make_hf_model
 
 
 def error_bound(kind, rows):
-    """What `from_gguf_blocks` may change in each weight [N, K]."""
+    """Return the most that `from_gguf_blocks` may change in each weight [N, K]."""
     qtype = GGMLQuantizationType[kind]
     values = quants.dequantize(rows, qtype)
     if kind != "Q4_K":

@@ -16,7 +16,7 @@ PROGRAMS = (2**31 - 1) << 32  # a stamp of several programs
 
 
 class Fault(Exception):
-    """What a kernel must not do on a GPU."""
+    """Error of a kernel that does what it must not do on a GPU."""
 
 
 class Memory:

@@ -175,7 +175,7 @@ def test_unknown_forms_are_refused(card, code):
 
 
 def launch_by_hand(memory: torch.Tensor) -> None:
-    """By way of a kernel with one pointer first, which is replaced."""
+    """Run a program in place of a kernel with one pointer first."""
     order_kernels.relations_kernel[(1,)](
         memory, memory, memory, memory, memory, 2, T_PAD=16, ROUNDS=1, **HAND
     )

@@ -64,7 +64,7 @@ def random_rows(M: int, K: int, *, whole: bool = False, seed: int = 1) -> torch.
 
 
 def relative_error(y: torch.Tensor, x: torch.Tensor, weight: PackedWeight) -> float:
-    """Of y against fp64, relative to the size of the terms that a sum is of."""
+    """Return the error of y against fp64, relative to the size of the terms of a sum."""
     dense = weight.dequantize().double()
     size = x.double().norm(dim=1)[:, None] * dense.norm(dim=1)
     return ((y.double() - x.double() @ dense.T) / size).abs().max().item()

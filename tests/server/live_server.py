@@ -93,7 +93,7 @@ def number(live, pattern):
 
 
 def failures(live, reason):
-    """How many requests without a whole answer the metrics tell of."""
+    """Return the number of requests without a whole answer in the metrics."""
     return number(live, f'vllm:request_failed_total{{.*reason="{reason}"}}')
 
 

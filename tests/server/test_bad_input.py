@@ -53,7 +53,7 @@ def assert_refused(reply, status, *parts, param=None) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def goes_on(live):
-    """After whatever these tests did, the server still answers."""
+    """Check that the server still answers after these tests."""
     yield
     assert post(live).status_code == 200
 

@@ -29,7 +29,7 @@ def store(target, text, tmp_path) -> Features:
 
 @pytest.fixture
 def store_3(target, text, tmp_path) -> Features:
-    """With the auxiliary hidden states that an EAGLE-3 head reads."""
+    """Return features with the auxiliary hidden states that an EAGLE-3 head reads."""
     layers = OPTIONS_3.aux_layers_of(target.config.n_layer)
     return cached_features(Engine(target, 256), text, tmp_path / "aux", aux_layers=layers)
 
