@@ -324,7 +324,7 @@ def run_experts(
 ) -> tuple[Tensor, Tensor]:
     """Return the residual stream x + the sum of `parts`, and its experts' results [k, T, D].
 
-    These are in the order of expert ids; behind them is the result of a shared expert. T is at most
+    These are in the order of expert ids; then comes that of a shared expert. T is at most
     `MAX_ROWS`.
     """
     from fasteagle.compile.kernels import expert_kernels

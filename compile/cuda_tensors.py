@@ -25,7 +25,7 @@ class BlockWeights(NamedTuple):
     gate_up: InterleavedWeight
     down: InterleavedWeight
     shared: tuple[InterleavedWeight, InterleavedWeight] | None = None  # gate_up, down
-    router: Tensor | None = None  # [X, D] in fp32, and behind it the gate of the shared expert
+    router: Tensor | None = None  # [X, D] in fp32, and after it the gate of the shared expert
     choice_bias: Tensor | None = None  # [X] in fp32
 
 

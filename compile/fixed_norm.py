@@ -74,7 +74,7 @@ def keep_sums_finite(blocks: nn.Module, name: str) -> None:
 
 
 def expect_normed_inputs(blocks: Iterable[Block]) -> None:
-    """Let the products behind a block's norms take their inputs unchecked, if scales allow it.
+    """Let the products after a block's norms take their inputs unchecked, if scales allow it.
 
     The core runs blocks that do not fit, and would look for values beyond fp16 in every row. Sums
     in fp16 are finite, see `keep_sums_finite`, and so are their inputs.

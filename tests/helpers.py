@@ -299,7 +299,7 @@ def fused_drafter(head, shape, max_seq_len: int, lookup: Lookup | None = None) -
 
 
 def propose(drafter, state: DecodeState, new: Committed, root: int) -> DraftTree:
-    """The tree under `root` after the drafter has seen `new` behind what `state` holds."""
+    """The tree under `root` after the drafter has seen `new` after what `state` holds."""
     state.seq_len.add_(int(new.count))
     state.root.fill_(root)
     drafter.reserve(int(state.seq_len) + len(new.tokens))
@@ -321,7 +321,7 @@ def assert_true_pairs(engine: Engine, text: list[int], missing: int) -> None:
 
 
 def verify_rows(engine: Engine, tokens, parents) -> Output:
-    """One pass over a tree behind what the engine holds; a parent of -1 is the root's own."""
+    """One pass over a tree after what the engine holds; a parent of -1 is the root's own."""
     device, state = engine.device, engine.state
     rows = torch.tensor(list(tokens), device=device)
     above = torch.tensor(list(parents), device=device).clamp(min=0)

@@ -233,7 +233,7 @@ def test_caches_grow_with_the_longest_text():
         ([9] * 5, SamplingParams(1.0, seed=1), 30),
         (list(range(8, 58)) * 5, SamplingParams(1.0, seed=2), 30),  # ends beyond 256
         ([10] * 300, SamplingParams(), 30),
-        ([11] * 510, SamplingParams(1.0, seed=3), 30),  # two tokens fit behind it
+        ([11] * 510, SamplingParams(1.0, seed=3), 30),  # two tokens fit after it
     ]
     expected = alone(engine, wanted)
     assert len(expected[3]) == 2

@@ -99,7 +99,7 @@ def test_stop_strings(llm):
 @pytest.mark.parametrize("stop", ["qqqqq", "q" * 12, ["qqqqqqq", "qqqqqqqqqq"]], ids=str)
 @pytest.mark.parametrize("top", [None, 2])
 def test_an_answer_ends_with_the_token_that_completes_a_stop_string(llm, stop, top):
-    """Whatever a pass brings behind it: as plain decoding would, in the cache as well."""
+    """Whatever a pass brings after it: as plain decoding would, in the cache as well."""
     letter = llm.tokenizer.encode("q")[0]  # biased by 100 it is always drawn, and guessed
     options = {"max_new_tokens": 40, "stop": stop, "logit_bias": {letter: 100}}
     options |= {} if top is None else {"top_logprobs": top}

@@ -80,7 +80,7 @@ def test_aux_states_are_the_residual_entering_the_blocks(pair):
 
 @torch.no_grad()
 def test_tree_rows_match_transformers_on_each_path(pair):
-    """Five tree rows behind a prefix: each row's logits equal those of its own path, run alone."""
+    """Five tree rows after a prefix: each row's logits equal those of its own path, run alone."""
     hf, ours = pair
     if ours.config.sliding_window:
         pytest.skip("the window of a tree row is tested through Engine.verify")

@@ -7,7 +7,7 @@ import pytest
 from fasteagle.errors import FasteagleError
 from fasteagle.prompts import Question, read_conversations, read_questions
 
-# What line 2 is, behind one that is right, and what its error says.
+# What line 2 is, after one that is right, and what its error says.
 BAD_QUESTIONS = [
     ("{", "Expecting"),
     ("[" * 100_000, "nested too deeply"),

@@ -74,7 +74,7 @@ def test_the_sizes_here_fit_the_fused_blocks(family, tmp_path, monkeypatch):
 
 
 def logits_of_a_chain(engine, tokens, T):
-    """Logits of the first row of a chain of T of `tokens`, behind the prompt."""
+    """Logits of the first row of a chain of T of `tokens`, after the prompt."""
     engine.use(None)
     engine.prefill(LONG)
     return verify_rows(engine, tokens[:T], range(-1, T - 1)).logits

@@ -114,7 +114,7 @@ def route(
 
     The choice is by probability plus `choice_bias` [X]; of equal ones the lower id wins. Weights
     are the softmax of all experts, or of the chosen ones if it `renormalizes`, times `scale`; that
-    of the shared expert is the sigmoid of the score behind the others, or 1 where R has none.
+    of the shared expert is the sigmoid of the score after the others, or 1 where R has none.
     """
     M, R = scores.shape
     routing = Routing.empty(n_expert, top_k, M, scores.device)

@@ -300,7 +300,7 @@ OUTLOOKS = LOW, MID, HIGH
 
 @dataclasses.dataclass(frozen=True)
 class Speeds:
-    """Predicted tokens per second of all sequences, and milliseconds of the passes behind them."""
+    """Predicted tokens per second of all sequences, and milliseconds of their passes."""
 
     plain: float
     drafted: float

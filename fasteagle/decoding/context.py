@@ -233,7 +233,7 @@ class Context:
         """Return what `T` rows of a prompt after `begin` cached rows see.
 
         A few rows on CUDA are a tree that is a chain: they run as fast as decoding does, with its
-        bits. Other rows need a mask only behind a window: over the keys up to their own, rounded
+        bits. Other rows need a mask only after a window: over the keys up to their own, rounded
         up, where the cache has its full size. These three ways round differently: only `begin` and
         `T` choose between them, which no drafter changes.
         """

@@ -108,7 +108,7 @@ class _Reader:
             raise self._damaged(f"general.alignment {alignment}")
         start, place, tensors = _aligned(self._at, alignment), 0, {}
         for name, info in infos.items():
-            if info.offset != place:  # of one behind the other, as llama.cpp has it
+            if info.offset != place:  # llama.cpp writes them one after another
                 raise self._damaged(f"{name} at {info.offset:,} instead of {place:,}")
             tensors[name] = self._tensor(name, start, info)
             place += _aligned(tensors[name].n_bytes, alignment)

@@ -145,7 +145,7 @@ def _hermes_call(
 ) -> tuple[Call | None, int]:
     """Return the call whose opening mark is at `start`, and where its closing mark is.
 
-    That is at `end`, or behind where the JSON ends: a string in it may hold such a mark.
+    That is at `end`, or after the end of the JSON: a string in it may hold such a mark.
     """
     begin = start + len(HERMES.opening)
     with contextlib.suppress(ValueError, RecursionError):

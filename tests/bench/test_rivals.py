@@ -70,7 +70,7 @@ def test_the_tokens_of_plain_decoding(target, make, params):
         engine.use(make(engine))
         assert generated(engine, params=params) == expected
         lengths.append(engine.stats.path_lengths)
-    # Another text right behind it.
+    # Another text right after it.
     other = generated(Engine(target, 512), 20, [1, 2, 3], params)
     assert generated(engine, 20, [1, 2, 3], params) == other
     assert lengths[0] == lengths[1]

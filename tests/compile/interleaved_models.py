@@ -91,7 +91,7 @@ def packed_head(head: EagleHead, scheme: Scheme = INT4) -> tuple[EagleHead, Eagl
 
 
 def view_of(T: int, window: int | None, seq_len: int = SEQ_LEN, spread: int = 4) -> TreeView:
-    """A random tree of T rows behind `seq_len` positions."""
+    """A random tree of T rows after `seq_len` positions."""
     tree_mask, depths = ancestor_mask(random_parents(T, 5, spread), torch.ones(T).bool())
     paths = tree_paths(tree_mask, depths, T - 1)
     return TreeView(torch.tensor(seq_len), paths, depths, window)

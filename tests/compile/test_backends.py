@@ -104,7 +104,7 @@ def test_drafting_changes_no_token(name, params, drafting):
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_long_prompt(name):
-    """In parts, behind which drafting and the next answer go on."""
+    """In parts, after which drafting and the next answer go on."""
     backend, head = made(name, "eagle1")
     prompt = [5, 6, 7, 8] * 90
     engines = [

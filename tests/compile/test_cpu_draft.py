@@ -102,7 +102,7 @@ def begin(target, drafter, length, count, params, seed=0):
     return state
 
 
-# Each head behind each text (its length, and how many pairs are pending), drawn in turn.
+# Each head after each text (its length, and how many pairs are pending), drawn in turn.
 BEHIND = [
     (name, *text, DRAWN[(i + j) % 3])
     for i, name in enumerate(HEADS)

@@ -152,7 +152,7 @@ def test_the_end_of_a_cycle_leaves_the_same_state(target, case, params, wrong, w
         for name in ("seq_len", "root", "count", "text", "result", "seen"):
             assert torch.equal(getattr(one, name), getattr(two, name)), name
         seen = int(one.count)
-        if width:  # what lies behind is padding
+        if width:  # what follows is padding
             assert torch.equal(one.tokens[:seen], two.tokens[:seen])
             assert torch.equal(one.features[:seen], two.features[:seen])
         end_of_text = int(one.seq_len)

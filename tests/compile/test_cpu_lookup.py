@@ -36,7 +36,7 @@ PARAMS = [SamplingParams(), SamplingParams(0.7, seed=4), SamplingParams(0.8, top
 
 
 def looked_up(text: list[int], lookup: Lookup, keep: float = 0.0):
-    # Behind the text are left-overs, which must not be read.
+    # After the text are values of another text, which must not be read.
     memory = torch.tensor([*text, *([text[-1]] * 40)])
     last = torch.tensor(len(text) - 1)
     corpus = [] if lookup.corpus is None else lookup.corpus.index

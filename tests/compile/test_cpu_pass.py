@@ -37,7 +37,7 @@ def target():
     return native_target(tiny_config(**SHAPE))
 
 
-# Each model with two numbers of rows T behind a text, one of them in bf16.
+# Each model with two numbers of rows T after a text, one of them in bf16.
 PASSES = [(1, 140), (2, 1), (9, 70), (32, 140)]
 PASSES = [
     (name, dtype, *PASSES[(i + 2 * j + i // 4) % 4])

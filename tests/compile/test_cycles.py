@@ -135,7 +135,7 @@ def test_a_large_tree_stays_within_caches_of_fixed_size(target, head, ahead):
     engine.use(EagleDrafter(head, TreeShape(5, 8, 100), 128))
     assert generated(engine, n=250) == expected and engine.stats.finish == "context"
     assert 50 < len(engine.stats.path_lengths) < engine.stats.passes - 30
-    engine.prepare(SamplingParams(0.8))  # captured behind the text
+    engine.prepare(SamplingParams(0.8))  # captured past the text
     with pytest.raises(FasteagleError, match=r"tree-nodes 260 is out of range: max-seq-len 128"):
         engine.use(EagleDrafter(head, TreeShape(6, 8, 260), 128))
 

@@ -61,7 +61,7 @@ def test_noise_of_a_hash_that_rounds_to_one_and_of_zero(position, token):
 
 
 def test_kernels_that_run_read_nothing_that_others_should_have_written(kernels_on_cpu):
-    """Of two trees one may have a kernel that is compiled, behind another one that is not."""
+    """Of two trees one may have a kernel that is compiled, after another one that is not."""
     target = random_target(tiny_config())
     engine = captured_engine(target, 256)
     engine.use(fused_drafter(random_head(target), FusedShape(4, 3, 8, 8), 256))
@@ -99,7 +99,7 @@ def test_relations_of_chains(T):
 
 
 def test_candidates_of_no_score_at_all_are_none():
-    """A draft head with broken features: its tree is padding, and no row lies behind it."""
+    """A draft head with broken features: its tree is padding, and no row comes after it."""
     pool = random_pool(30, 0)
     scores = pool.scores.clone()
     scores[5:] = float("nan")

@@ -69,7 +69,7 @@ def scores(D):
 
 
 def route(X, top_k, shares, bias=None):
-    R = X + shares  # the shared expert's score is behind the others
+    R = X + shares  # the shared expert's score comes after the others
     expert_kernels.route(floats(M, R), X, top_k, not shares, 1.0, shares, bias)
 
 

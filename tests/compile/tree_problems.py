@@ -17,7 +17,7 @@ TOLERANCE = {torch.float16: (2e-3, 1e-3), torch.bfloat16: (1.6e-2, 8e-3)}  # rel
 
 
 class Problem(NamedTuple):
-    """Arguments of `attend` for a tree of T rows behind `seq_len` committed positions."""
+    """Arguments of `attend` for a tree of T rows after `seq_len` committed positions."""
 
     q: Tensor  # [G, group * T, E]
     k: Tensor  # [G, S, E]
@@ -97,7 +97,7 @@ def problem(
     window: int | None = None,
     n_slots: int | None = None,
 ) -> Problem:
-    """A random tree over random keys. Slots behind it hold NaN, the table's rest nonsense."""
+    """A random tree over random keys. Slots after it hold NaN, the table's rest nonsense."""
     generator = torch.Generator().manual_seed(1000 * seq_len + T)
     n_slots = n_slots or seq_len + T + 5
 

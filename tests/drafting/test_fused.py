@@ -176,7 +176,7 @@ def head(request, target):
 
 
 def begun(target, drafter, text):
-    """A state behind `text`, and the draft head's prediction there."""
+    """Return a state after `text`, and the draft head's prediction there."""
     state = empty_state(target)
     state.text[: len(text)] = torch.tensor(text)
     state.seq_len.fill_(len(text) - 1)

@@ -28,7 +28,7 @@ EQUAL = {**LLAMA3, "low_freq_factor": 4, "high_freq_factor": 4}
 EVEN = "num_attention_heads (4) times an even number, or head_dim given"
 NAN, INF = float("nan"), float("inf")
 
-# The file, the fields changed in it or its whole text, and what the line says behind its name.
+# The file, the fields changed in it or its whole text, and what the line says after its name.
 BAD = [
     # A model of hidden_size 64 with 4 attention heads and 2 KV heads
     (CONFIG, {"hidden_size": "64"}, 'hidden_size is "64": must be an integer from 1 to 1,048,576'),

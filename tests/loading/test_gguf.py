@@ -145,11 +145,11 @@ def good(tmp_path_factory):
 
 
 def after(key: bytes, offset: int = 0):
-    """The place `offset` bytes behind the only `key` of the file."""
+    """The place `offset` bytes after the only `key` of the file."""
     return lambda data: data.index(key) + len(key) + offset
 
 
-# What is written where into a good file, and what the line says behind its name.
+# What is written where into a good file, and what the line says after its name.
 DAMAGE = [
     (0, b"PK\x03\x04", "not a GGUF file (it does not start with 'GGUF')"),
     (4, b"\x01\0\0\0", "GGUF version 1, this fasteagle reads 2 and 3"),

@@ -206,7 +206,7 @@ def test_rows_of_no_whole_blocks_in_a_file(tmp_path):
     write_gguf(path, wide_model(), q4_k_m)
     name = b"blk.0.attn_v.weight"
     data = bytearray(path.read_bytes())
-    at = data.index(name) + len(name) + 4  # behind the number of dimensions
+    at = data.index(name) + len(name) + 4  # after the number of dimensions
     assert int.from_bytes(data[at : at + 8], "little") == 256
     path.write_bytes(data[:at] + (250).to_bytes(8, "little") + data[at + 8 :])
     with pytest.raises(FasteagleError, match=r"^[^\n]*m\.gguf: [^\n]*$"):

@@ -56,7 +56,7 @@ class Card:
 
     def launch(self, kernel: CompiledKernel, x: int, y: int, z: int, *rest) -> None:
         """Run a grid of programs to their end."""
-        args = rest[6:]  # behind what a driver needs: stream, function, hooks
+        args = rest[6:]  # after what a driver needs: stream, function, hooks
         types = kernel.src.signature.values()
         args = [arg for arg, type in zip(args, types, strict=True) if type != "constexpr"]
         program, code = _read(self.edit(kernel.asm["ptx"]))
@@ -65,7 +65,7 @@ class Card:
         memory = Memory("global memory", spans, program.narrowest("global"))
         self._exchange(memory, False)
         machine = Machine(program, (x, y, z), memory, kernel.metadata.shared)
-        for name in program.parameters:  # those behind the arguments are Triton's own
+        for name in program.parameters:  # those after the arguments are Triton's own
             value = _bits(args.pop(0)) if args else 0
             machine.special[f"%param.{name}"] = np.full((1, 1), value, np.uint64)
         try:

@@ -47,7 +47,7 @@ class Machine:
         for axis, place, size in zip("xyz", places, grid, strict=True):
             self.special[f"%ctaid.{axis}"] = place[:, None]
             self.special[f"%nctaid.{axis}"] = np.full((1, 1), size)
-        self.stride = (shared_bytes + 31) & -16  # a gap behind each program
+        self.stride = (shared_bytes + 31) & -16  # a gap after each program
         spans = [(at, at + shared_bytes) for at in range(0, P * self.stride, self.stride)]
         self.shared = Memory("shared memory", spans, program.narrowest("shared"))
         self.own = np.arange(P)[:, None]

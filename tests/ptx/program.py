@@ -14,7 +14,7 @@ class Instruction(NamedTuple):
     """One line: `@guard opcode.modifiers operands`."""
 
     text: str
-    guard: str  # a predicate register behind "@" or "@!", or empty
+    guard: str  # a predicate register after "@" or "@!", or empty
     opcode: str
     modifiers: list[str]  # the last one is the type, if there are any
     operands: list[str]

@@ -233,7 +233,7 @@ def test_noise_is_uniform_to_both_sides_and_reaches_the_loss(target, store):
 
 
 def test_rows_that_count(target, store):
-    """A row counts if drafting could begin there and the answer goes on behind it."""
+    """A row counts if drafting could begin there and the answer goes on after it."""
     batch = make_batch(store, [0, 3], torch.device("cpu"))
     for b, i in enumerate((0, 3)):
         ids, features = store.conversation(i)
