@@ -261,7 +261,7 @@ class PreparedModel:
         scheme = ""
         if self.scheme:
             ours = self.options.backend == "fasteagle"
-            sums = ", sums in fp16" if ours and accumulate_on(self.device) == "fp16" else ""
+            sums = ", fp16 accumulation" if ours and accumulate_on(self.device) == "fp16" else ""
             scheme = f"{self.scheme.name}{sums} ({self.options.backend}), "
         return f"{self.name}: {scheme}{self.dtype_name} on {self.device}"
 
