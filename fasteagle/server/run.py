@@ -64,7 +64,6 @@ def listen(options: ServeOptions) -> socket.socket:
                 f"port {port} of {host} is in use: stop that server, or give another --port"
             ) from error
         raise FasteagleError(f"cannot listen on {host} port {port}: {error.strerror}") from error
-    listener.set_inheritable(False)
     return listener
 
 
