@@ -132,6 +132,9 @@ def test_another_drafter_does_not_take_what_it_has_not_seen(target):
     engine.use(made["eagle3"]())
     assert answer(engine, text(1), cache) == answer(Engine(target, 512), text(1))
     assert engine.stats.cached_tokens < FEW_TOKENS
+    answer(engine, text(2), cache)
+    answer(engine, text(1), cache)  # stored once more, with the rows of this drafter
+    assert engine.stats.cached_tokens > FEW_TOKENS
 
 
 @pytest.mark.parametrize("beside", [False, True])
