@@ -27,6 +27,7 @@ from helpers import raising
 
 def test_memory_that_runs_out_is_the_servers_fault(live, monkeypatch, capfd):
     error = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate")
+    before = failures(live, "error")
     for stream, status in ((False, 500), (True, 200)):
         with monkeypatch.context() as patch:
             patch.setattr(Runner, "run", raising(error))
@@ -35,6 +36,7 @@ def test_memory_that_runs_out_is_the_servers_fault(live, monkeypatch, capfd):
         assert "out of memory at token" in reply.text and "[DONE]" not in reply.text
         log = [line for line in capfd.readouterr().err.splitlines() if "memory" in line]
         assert len(log) == 1 and log[0].startswith("error: "), log
+    assert failures(live, "error") == before + 2
     assert httpx.post(live.url + CHAT, json=SHORT).status_code == 200
 
 

@@ -159,6 +159,8 @@ def test_too_many_are_told_when_to_come_back(loaded, slow):
         ask = functools.partial(httpx.post, small.url + CHAT, json=SHORT, timeout=30)
         waiting = [pool.submit(ask) for _ in range(2)]
         until(lambda: small.server.queue.n_waiting == 2)
+        queued = "vllm:request_queue_time_seconds_sum{.*}"
+        before = number(small, queued)
         assert number(small, "vllm:num_requests_running{.*}") == len(running)
         assert number(small, "vllm:num_requests_waiting{.*}") == 2
         reply = ask()
@@ -171,6 +173,8 @@ def test_too_many_are_told_when_to_come_back(loaded, slow):
         assert tokens.status_code == 200
         running[-1][0].close()  # one slot is enough for both
         assert [job.result().status_code for job in waiting] == [200, 200]
+        whole = number(small, "vllm:e2e_request_latency_seconds_sum{.*}")
+        assert whole > number(small, queued) - before > 0
 
 
 def test_lines_and_numbers_of_requests(loaded, capfd):
