@@ -135,15 +135,26 @@ def test_a_processor_runs_before_the_last_graph():
 
 
 def test_a_part_that_cannot_be_captured_leaves_the_state(cuda, engine):
-    spec = engine.spec(None, SamplingMode())
-    engine.prepare(SamplingParams())
-    before = [tensor.clone() for tensor in engine.state.advanced]
+    engine.use(NgramDrafter(4))
+    spec, drafter = engine.spec(engine.drafter.shape, SamplingMode()), engine.drafter
+    engine.prefill([1, 2, 1, 2, 1])
+    advanced = [*engine.state.advanced, *drafter.advanced]
+    before = [tensor.clone() for tensor in advanced]
+
+    def draft(*cycle):
+        proposal = EAGER.draft(*cycle)
+        assert not all(map(torch.equal, drafter.advanced, before[-len(drafter.advanced) :]))
+        return proposal
+
     finish = mock.Mock(side_effect=RuntimeError("cannot be captured"))
-    with mock.patch.object(engine.runner, "pieces", lambda *_: EAGER._replace(finish=finish)):
-        engine.runner.prepare([spec], None, processed=True)
-    assert finish.called and engine.runner.error == "cannot be captured"
-    assert engine.runner.captured == 1 and not engine.runner.needs([spec], None, True)
-    assert all(map(torch.equal, engine.state.advanced, before))
+    pieces = EAGER._replace(draft=draft, finish=finish)
+    for processed in (True, False):
+        engine.runner.forget()
+        with mock.patch.object(engine.runner, "pieces", lambda *_: pieces):
+            engine.runner.prepare([spec], drafter, processed)
+        assert finish.called and engine.runner.error.startswith("cannot be captured")
+        assert not engine.runner.captured and not engine.runner.needs([spec], drafter, processed)
+        assert all(map(torch.equal, advanced, before))
 
 
 def test_kernels_are_compiled_while_nothing_is_captured(engine, monkeypatch):
