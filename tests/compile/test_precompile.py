@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from fasteagle.compile.precompile import (
     collecting,
     compile_ahead,
     compile_all,
+    compile_launches,
     run_commits,
     run_draws,
     run_head,
@@ -182,6 +184,12 @@ def test_a_failure_is_a_warning(monkeypatch, capsys):
     assert compile_ahead(backend, None, [], engine.state) == 0
     assert "one by one as they are needed: no such operator\n" in capsys.readouterr().err
     assert compile_ahead(engine.backend, None, [], engine.state) == 0, "nothing on a CPU"
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    with mock.patch.object(precompile.threading, "Timer") as timer:
+        assert compile_launches(lambda: None, weight.device) == 0
+    line = timer.mock_calls[0].args[2]
+    assert line == ["compiling 0 kernels, 2 at a time ..."]
+    assert timer.mock_calls[1:] == [mock.call().start(), mock.call().cancel()]
 
 
 def test_a_model_that_is_opened_compiles_before_its_first_answer(tiny_dir, monkeypatch):
