@@ -24,6 +24,7 @@ from interleaved_models import KernelBackend, pack_, pack_lm_head_, packed_targe
 def test_a_head_is_drafted_with_together_until_its_kernels_are_left():
     """Or another drafter comes: shared drafting is of one head."""
     model, _ = packed_target(vocab_size=64)
+    taking_turns = KernelBackend(model)
     pack_lm_head_(model)
     backend, heads = KernelBackend(model), [random_head(model, seed=seed) for seed in (1, 2)]
     for head in heads:
@@ -32,6 +33,7 @@ def test_a_head_is_drafted_with_together_until_its_kernels_are_left():
     for drafter in (one, two):
         backend.adopt(drafter)
         assert backend.drafts_together(drafter) and backend._draft.head is drafter.head
+        assert not taking_turns.drafts_together(drafter), "passes are not shared"
     made = backend._draft
     backend.adopt(two)
     assert backend._draft is made, "with what was captured"
@@ -49,6 +51,11 @@ def test_a_head_is_drafted_with_together_until_its_kernels_are_left():
         assert backend._draft is None and backend.shares_passes
         assert backend.drafts_together(one) is (part == "commits")
         assert backend.merges_lookup is (part == "drafting")
+    for part in ("products", "passes", "drafting"):
+        backend = KernelBackend(model)
+        assert not backend.leaves_head(one.head)
+        backend.leave(part)
+        assert backend.leaves_head(one.head)
 
 
 def test_which_cycles_draft_together():
