@@ -97,7 +97,7 @@ def ancestor_mask(parents: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     T = parents.shape[0]
     own = torch.eye(T, dtype=torch.bool, device=parents.device)
     mask, jump = own, parents
-    for _ in range(max(1, (T - 1).bit_length())):
+    for _ in range((T - 1).bit_length()):
         mask = mask | mask[jump]
         jump = jump[jump]
     mask = (mask & valid.unsqueeze(1) & valid.unsqueeze(0)) | own
