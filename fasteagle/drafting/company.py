@@ -136,7 +136,7 @@ class Company:
         self._width.add(1 + outcome.drafted)
         if self.policy is None:
             return
-        if not self.policy.is_gated and shape in self.policy.shapes:
+        if shape in self.policy.shapes:
             self._factor.add(outcome.accepted / self.policy.accepted(shape))
         if not outcome.extended or outcome.draft_ms is None:
             return
