@@ -65,7 +65,7 @@ def ladder(costs: Costs, ranks: Ranks, shape: AnyShape, max_topk: int) -> list[A
     sizes: list[AnyShape] = []
     if isinstance(shape, FusedShape):
         sizes = [FusedShape(0, 1, n, n) for n in LOOKUP_NODES if n < most]
-    candidates = _candidates(most, max_topk, isinstance(shape, FusedShape))
+    candidates = _candidates(max_topk, isinstance(shape, FusedShape))
     for factor in TEXTS:
         best = max(
             candidates,
@@ -76,13 +76,13 @@ def ladder(costs: Costs, ranks: Ranks, shape: AnyShape, max_topk: int) -> list[A
     return sizes
 
 
-def _candidates(max_rows: int, max_topk: int, fused: bool) -> list[AnyShape]:
-    """Return chains, and trees as large as each timed pass."""
+def _candidates(max_topk: int, fused: bool) -> list[AnyShape]:
+    """Return chains, and trees as large as each timed pass; those of no timed one cost infinity."""
     sizes: list[AnyShape] = []
     for k in (k for k in WIDTHS if k <= max_topk):
         for depth in DEPTHS:
             pool = k + (depth - 1) * k * k
-            for nodes in (rows - 1 for rows in ROWS if rows <= max_rows):
+            for nodes in (rows - 1 for rows in ROWS):
                 reach = min(nodes, LOOKUP_REACH) if fused else 0
                 if not depth <= nodes <= pool + reach:
                     continue
@@ -95,15 +95,14 @@ def _candidates(max_rows: int, max_topk: int, fused: bool) -> list[AnyShape]:
 
 def expected(shape: AnyShape, ranks: Ranks, copying: bool = False) -> float:
     """Return accepted tokens per cycle on usual text, or where tokens have just been copied."""
-    hit = HIT_COPYING if copying else HIT
-    looked_up = sum(hit * COPY**depth for depth in range(_reach(shape)))
     if isinstance(shape, GatedChain):
-        return looked_up + expected_of_head(TreeShape(CHAIN_LEVELS, 1, CHAIN_LEVELS), ranks, USUAL)
-    return max(looked_up, expected_of_head(shape, ranks, USUAL))
-
-
-def _reach(shape: AnyShape) -> int:
-    return min(shape.reach, shape.nodes) if isinstance(shape, FusedShape) else 0
+        shape = TreeShape(CHAIN_LEVELS, 1, CHAIN_LEVELS)
+    by_head = expected_of_head(shape, ranks, USUAL)
+    if not isinstance(shape, FusedShape):
+        return by_head
+    hit = HIT_COPYING if copying else HIT
+    reach = min(shape.reach, shape.nodes)
+    return max(by_head, sum(hit * COPY**depth for depth in range(reach)))
 
 
 def expected_of_head(shape: AnyShape, ranks: Ranks, factor: float) -> float:
