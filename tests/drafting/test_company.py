@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from fasteagle.drafting.company import Company
+from fasteagle.drafting.company import LONGEST_REST, Company
 from fasteagle.drafting.policy import Outcome
 from fasteagle.shapes import TreeShape
 from simulated_machine import CARD, QUIET, SLOW, Machine, SharedCache, policy_of
@@ -47,6 +47,7 @@ def test_what_no_row_costs_counts_as_well():
     machine = Machine(QUIET, 0.2)
     machine.run_together(company, 8, 2000, looking_ms=0.1)
     assert machine.run_together(company, 8, 4000, looking_ms=0.1) > 0.94  # 0.02 are interruptions
+    assert company._now.rests.length == LONGEST_REST  # a text may begin to copy
     company._now.rests.left = 0
     while company.next_shape is None:  # it tries again
         machine.run_together(company, 8, 8)
@@ -208,6 +209,20 @@ def test_passes_of_one_call_are_as_many_passes():
     one.learn(shape, outcome(1))
     one.end_passes(0, 9.0)  # of a text that was joined
     assert set(one._all) == {2}
+
+
+def test_prices_follow_rows_levels_and_usual_passes():
+    company = Company()
+    company.follow(policy := policy_of(QUIET))
+    shape, level = policy.shapes[0], company._levels.ms
+    for ms in [20.0] * 100 + [2e4]:  # the last is an interruption
+        speed = company._now.speeds[shape].mean() if ms > 20.0 else 0.0
+        for _ in range(2):
+            company.learn(shape, Outcome(3, 0, 7, True, draft_ms=10.4))
+        company.end_passes(1, ms)
+    assert company._now.speeds[shape].mean() > 0.9 * speed
+    assert company._row_ms > 1.1 * policy.row_ms(2, 4)  # of eight rows each, not of one
+    assert company._levels.ms > 3 * level
 
 
 def test_a_head_that_does_not_pay_is_not_tried_anew_at_another_number():

@@ -132,6 +132,7 @@ def test_it_is_run_apart_without_touching_its_cache(target):
 
 
 def test_other_numbers_of_nodes():
-    chain = drafter_of(smaller(), 4, 1, 4)
+    chain = drafter_of(smaller(vocab_size=70), 4, 1, 4, noise="none")
     assert [chain.resized(n).shape for n in (1, 6)] == [TreeShape(1, 1, 1), TreeShape(6, 1, 6)]
+    assert chain.resized(6).noise == "none" and len(chain.resized(6).target_ids) == 60
     assert drafter_of(smaller(), 3, 3, 8).resized(2).shape == TreeShape(2, 3, 2)

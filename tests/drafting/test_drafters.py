@@ -10,17 +10,23 @@ import torch
 from safetensors.torch import load_file
 
 from fasteagle.config_hf import head_from_hf
+from fasteagle.drafting.base import START_HEAD_GAIN, Drafter
+from fasteagle.drafting.company import Company
 from fasteagle.drafting.draft_head import Prediction, RankingDrafter
+from fasteagle.drafting.draft_model import ModelDrafter
 from fasteagle.drafting.eagle import EagleDrafter, expand
+from fasteagle.drafting.policy import Outcome
 from fasteagle.drafting.static_tree import StaticTreeDrafter, check_paths
+from fasteagle.drafting.thresholds import Thresholds
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.heads.read import load_head
-from fasteagle.model import KVCache, Transformer, causal_mask
+from fasteagle.model import KEY_BLOCK, KVCache, Target, Transformer, causal_mask
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import SamplingMode, gumbel_noise
 from fasteagle.shapes import PAPER_TREE, TreeShape
 from fasteagle.tree import DraftTree, ancestor_mask
-from helpers import empty_state, pairs, propose, random_head, random_target, tiny_config
+from helpers import empty_state, pairs, propose, random_head, random_target, spec_of, tiny_config
+from simulated_machine import CHAIN, SLOW, policy_of
 
 ASSETS = Path(__file__).parents[1] / "assets" / "golden"
 
@@ -193,3 +199,42 @@ def test_width_beyond_the_draft_vocabulary():
     head = random_head(random_target(tiny_config()), torch.arange(0, 60, 20))
     with pytest.raises(FasteagleError, match="tree-topk 4 .* draft vocabulary of 3"):
         EagleDrafter(head, TreeShape(3, 4, 7), 256)
+    assert EagleDrafter(head, TreeShape(3, 3, 7), 256).name == "eagle"
+    with pytest.raises(FasteagleError, match="rank 3 is outside the draft vocabulary"):
+        StaticTreeDrafter(head, 256)
+
+
+@torch.no_grad()
+def test_a_tree_has_room_after_any_text():
+    """Caches have whole blocks of rows; here the text ends a few rows before one."""
+    target = random_target(tiny_config())
+    head, state = random_head(target), empty_state(target)
+    state.seq_len.fill_(KEY_BLOCK - 8)
+    for drafter in (
+        EagleDrafter(head, TreeShape(6, 10, 59), 512),
+        StaticTreeDrafter(head, 512),
+        ModelDrafter(Target(target), TreeShape(4, 4, 20), 512, 60),
+    ):
+        drafter.reserve(KEY_BLOCK - 8)
+        prediction = Prediction(torch.randn(1, 60), torch.randn(1, 32))
+        assert drafter.propose(prediction, state, spec_of(drafter.shape)).valid.all()
+
+
+def test_decisions_are_fixed_or_those_of_the_policy_or_of_the_company():
+    drafter, policy, company = Drafter(), policy_of(SLOW), Company()
+    drafter.shape = TreeShape()
+
+    def decisions(of):
+        return of.thresholds, of.lookup_threshold, of.head_gain
+
+    assert decisions(drafter) == (Thresholds(), Thresholds().verify[0], START_HEAD_GAIN)
+    assert drafter.shapes() == [drafter.next_shape()] == [TreeShape()]
+    drafter.policy = policy
+    assert decisions(drafter) == decisions(policy) != decisions(company)
+    assert drafter.shapes() == [drafter.next_shape()] == [CHAIN]
+    drafter.learn(CHAIN, Outcome(1, 0, 2, True))
+    assert policy.used.total() == 1
+    drafter.company = company  # which plans nothing before it follows a policy
+    assert decisions(drafter) == decisions(company) and drafter.next_shape() is None
+    drafter.learn(None, Outcome(1))
+    assert policy.used.total() == 1 and company._accepted == 1

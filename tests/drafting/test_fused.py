@@ -276,12 +276,14 @@ def test_other_numbers_of_nodes(head):
     deep, both = TreeShape(12, 1, 12), FusedShape(12, 1, 14, 8)
     assert EagleDrafter(head, deep, 512).resized(12).shape == deep
     assert fused_drafter(head, both, 512).resized(16).shape == FusedShape(12, 1, 16, 8)
+    assert EagleDrafter(head, deep, 512, "none").resized(12).noise == "none"
     drafter = fused_drafter(head, FusedShape(3, 3, 8, 8), 512)
     chains = fused_drafter(head, GatedChain(16), 512)
     for nodes in (1, 2, 8, 16, 30, 60):
         assert drafter.resized(nodes).shape.nodes == nodes
         assert chains.resized(nodes).shape.nodes == nodes
-    assert chains.shape == GatedChain(16)
+    assert chains.shape == GatedChain(16) and chains.resized(31).shape == GatedChain(31)
+    assert chains.resized(32).shape == FusedShape(8, 1, 32, 24)
     for nodes in (0, 500):
         with pytest.raises(FasteagleError):
             chains.resized(nodes)

@@ -202,11 +202,12 @@ def test_tree_files(tmp_path, model, checkpoint, head_dir):
 
 def test_multi_round_needs_every_rank(tmp_path, model, checkpoint, head_dir):
     path = tmp_path / "tree.json"
-    path.write_text("[[0], [2]]")
     options = {"head": str(head_dir), "drafter": "eagle-static", "tree_file": str(path)}
-    assert drafter_for(model, checkpoint, **options)[0].shape.rows == 3
-    with pytest.raises(FasteagleError, match="skips a rank"):
-        drafter_for(model, checkpoint, **options, verify="multi-round")
+    for text, rows in (("[[0], [2]]", 3), ("[[1]]", 2)):
+        path.write_text(text)
+        assert drafter_for(model, checkpoint, **options)[0].shape.rows == rows
+        with pytest.raises(FasteagleError, match="skips a rank"):
+            drafter_for(model, checkpoint, **options, verify="multi-round")
 
 
 def test_greedy_after_multi_round_is_greedy(model, checkpoint, head_dir):
