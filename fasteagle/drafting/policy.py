@@ -89,8 +89,8 @@ class Levels:
         self._times = Times(costs.chain) if costs.chain else None
 
     def learn(self, outcome: Outcome) -> None:
-        """Observe a cycle."""
-        if outcome.extended and self._times is not None and outcome.draft_ms is not None:
+        """Observe a cycle that ran the draft head."""
+        if self._times is not None and outcome.draft_ms is not None:
             self._times.observe(min(outcome.drafted + 1, LONGEST), outcome.draft_ms)
 
     @property

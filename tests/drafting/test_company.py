@@ -218,11 +218,14 @@ def test_prices_follow_rows_levels_and_usual_passes():
     for ms in [20.0] * 100 + [2e4]:  # the last is an interruption
         speed = company._now.speeds[shape].mean() if ms > 20.0 else 0.0
         for _ in range(2):
-            company.learn(shape, Outcome(3, 0, 7, True, draft_ms=10.4))
+            company.learn(shape, Outcome(3, 0, 7, True, (0.5,) * 7, draft_ms=10.4))
         company.end_passes(1, ms)
     assert company._now.speeds[shape].mean() > 0.9 * speed
     assert company._row_ms > 1.1 * policy.row_ms(2, 4)  # of eight rows each, not of one
-    assert company._levels.ms > 3 * level
+    assert company._levels.ms > 3 * level and policy.honesty.ratio(0) > 1.5
+    gain = company._now.gain.mean()
+    company.learn(shape, Outcome(9, 9, 16, draft_ms=0.1))  # of the lookup alone
+    assert company._now.gain.mean() == gain
 
 
 def test_a_head_that_does_not_pay_is_not_tried_anew_at_another_number():
@@ -230,6 +233,7 @@ def test_a_head_that_does_not_pay_is_not_tried_anew_at_another_number():
     company.follow(policy_of(QUIET))
     Machine(QUIET, 0.2).run_together(company, 8, 2000)
     assert company._now.gain.mean() < 0
+    company.follow(company.policy)  # as whenever a text begins or ends
     company.learn(None, Outcome(0, 0, 0, False, ()))
     company.end_passes(1, 4.0)
     assert company._now.n == 1 and company._now.gain.mean() < 0 and company.head_gain is None
