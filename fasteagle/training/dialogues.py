@@ -110,7 +110,7 @@ class Conversations:
                 return Dialogue(answers, dropped)
             said_again = repetition(reply.ids)
             if said_again is not None:
-                cut = dataclasses.replace(reply, ids=reply.ids[:said_again], is_cut=True)
+                cut = dataclasses.replace(reply, ids=reply.ids[:said_again])
                 if said_again >= ANSWER_TOKENS and not options.drop_cut:
                     answers.append((cut, params))
                 return Dialogue(answers, "repetition")
