@@ -152,7 +152,7 @@ class ManyTexts:
             if not halted[slot] and not ends_in_repetition(text):
                 continue
             self._numbers[slot] = None
-            is_cut = not text or text[-1] not in self._tokenizer.eos_ids
+            is_cut = text[-1] not in self._tokenizer.eos_ids
             reply = Reply(self._prompts.pop(number), text, self._tokenizer.decode(text), is_cut)
             replies.append((number, reply))
         return replies
