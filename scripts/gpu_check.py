@@ -52,17 +52,17 @@ GROUP_MINUTES = 9.0
 
 
 def chosen_stages(stages: Sequence[Stage], names: str | None) -> list[Stage]:
-    """Return the stages named in a comma list; a name before a slash stands for all after it."""
+    """Return the stages named in a comma list, all without one."""
     if names is None:
         return list(stages)
-    known = {part for stage in stages for part in (stage.name, stage.name.split("/")[0])}
+    known = {stage.name for stage in stages}
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     for name in wanted:
         if name not in known:
             raise FasteagleError(
                 f"unknown stage {name!r}{suggest(name, known)}: use {', '.join(sorted(known))}"
             )
-    return [s for s in stages if s.name in wanted or s.name.split("/")[0] in wanted]
+    return [stage for stage in stages if stage.name in wanted]
 
 
 def run_stages(
@@ -104,7 +104,6 @@ def run_stage(stage: Stage, out: Path, limit: float, dry_run: bool) -> dict[str,
     words = [*stage.words, *(stage.dry_words if dry_run else ())]
     placed = (word.replace("{out}", str(out)).replace("{json}", str(result)) for word in words)
     command = [sys.executable, *placed]
-    log.parent.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
     caches = Path(tempfile.gettempdir()) / "fasteagle-gpu-check" / stage.caches
     code = run_limited(command, log, limit, environment(caches))
@@ -207,7 +206,6 @@ def merged(out: Path, other: Path) -> list[dict[str, Any]]:
         if name in entries and (entries[name]["date"] >= entry["date"] or not was_run):
             continue
         entries[name] = entry
-        (out / name).parent.mkdir(parents=True, exist_ok=True)
         for ending in (".log", ".json"):
             if (file := other / f"{name}{ending}").exists():
                 shutil.copyfile(file, out / f"{name}{ending}")
