@@ -11,7 +11,14 @@ import torch
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.prompts import Conversation, read_conversations
-from fasteagle.training.data import Features, cached_features, choose_held_out, frequent_tokens
+from fasteagle.training.data import (
+    Features,
+    cached_features,
+    choose_held_out,
+    frequent_tokens,
+    shards_of,
+    store_key,
+)
 from fasteagle.training.data_file import note_other_writer
 from fasteagle.training.parallel import Ranks
 from training_cases import talk
@@ -22,11 +29,16 @@ def small_shards(monkeypatch):
     monkeypatch.setattr("fasteagle.training.data.SHARD_TOKENS", 100)
 
 
-def test_features_are_the_targets_and_shards_resume(target, tmp_path, small_shards):
+def test_features_are_the_targets_and_shards_resume(target, tmp_path, small_shards, monkeypatch):
+    needs: list[int] = []
+    free_space = "fasteagle.training.data.require_free_space"
+    monkeypatch.setattr(free_space, lambda folder, n_bytes, task: needs.append(n_bytes))
     text, engine = talk(target, 12), Engine(target, 256)
     store = cached_features(engine, text, tmp_path / "f")
     shards = sorted((tmp_path / "f").iterdir())
-    assert len(shards) > 2 and len(store) == 12
+    sizes = [sum(len(c.ids) for c in group) for group in shards_of(text).values()]
+    assert len(shards) == len(sizes) > 2 and len(store) == 12
+    assert all(100 <= size < 140 for size in sizes[:-1])
     for i, conversation in enumerate(text):
         ids, features = store.conversation(i)
         assert ids.tolist() == conversation.ids
@@ -36,6 +48,9 @@ def test_features_are_the_targets_and_shards_resume(target, tmp_path, small_shar
     again = cached_features(engine, text, tmp_path / "f")
     assert torch.equal(again.conversation(11)[1], features)
     assert [path.stat().st_mtime_ns for path in shards[:-1]] == before
+    assert needs == [2 * target.config.dim * n for n in (sum(sizes), sizes[-1])]
+    cached_features(engine, text, tmp_path / "aux", aux_layers=(0, 1))
+    assert needs[-1] == 3 * needs[0]
 
 
 def test_a_damaged_shard_is_made_again(target, tmp_path, small_shards, capsys):
@@ -76,14 +91,23 @@ def test_several_processes_write_a_part_of_the_shards_each(target, tmp_path, sma
 
 
 def test_frequent_tokens_and_held_out():
-    text = [Conversation([1, 2, 9, 9, 5, 5, 5], 2, i % 2 == 0) for i in range(10)]
-    assert frequent_tokens(text, 2).tolist() == [5, 9]
-    assert frequent_tokens(text, 4).tolist() == [0, 1, 5, 9]
+    text = [Conversation([1, 2, 9, 9, 7, 7, 5, 5, 5], 2, i % 2 == 1) for i in range(10)]
+    assert frequent_tokens(text, 2).tolist() == [5, 7], "the lower of two as frequent ones"
+    assert frequent_tokens(text, 5).tolist() == [0, 1, 5, 7, 9]
     among = torch.tensor([3, 4, 9, 12])
     assert frequent_tokens(text, 1, among=among).tolist() == [9]
     assert frequent_tokens(text, 3, among=among).tolist() == [3, 4, 9]
-    assert choose_held_out(text, 3) == [0, 2, 6]
+    assert choose_held_out(text, 3) == [1, 3, 7]
+    assert choose_held_out(text, 5) == [1, 3, 5, 7, 9]
     assert len(set(choose_held_out(text, 8))) == 8
+
+
+def test_other_layers_and_other_text_have_other_features():
+    text = [Conversation([1, 2, 3], 2), Conversation([4, 5], 1)]
+    others = [Conversation([1, 2, 3], 1), text[1]], [Conversation([1, 2], 2), text[1]], text[:1]
+    keys = [store_key(text, "a"), store_key(text, "b"), *(store_key(t, "a") for t in others)]
+    keys += [store_key(text, "a", layers) for layers in ((1, 2), (1, 3))]
+    assert len(set(keys)) == 7
 
 
 def test_text_without_an_answer(tmp_path):
