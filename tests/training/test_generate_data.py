@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import itertools
 import json
@@ -11,9 +12,11 @@ import pytest
 
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.tokenizer import load_tokenizer
+from fasteagle.options import SamplingParams
 from fasteagle.prompts import read_conversations
 from fasteagle.training import generate_data
-from fasteagle.training.dialogues import Conversations, Reply, read_seeds
+from fasteagle.training.data_file import DataFile
+from fasteagle.training.dialogues import Conversations, Dialogue, Reply, read_seeds
 from fasteagle.training.options import DataOptions
 from helpers import TINY_VOCAB, edit_json, invoke, save_tiny, write_questions
 
@@ -69,7 +72,8 @@ def test_every_turn_is_answered(model, prompts, tmp_path):
     conversations = read_conversations(out, TINY_VOCAB, 400)
     assert [c.ids for c in conversations] == [line["ids"] for line in answers]
     tokens = sum(len(c.ids) - c.prompt_len for c in conversations)
-    assert f"| {tokens:,} tokens of answers |" in stderr
+    n = len({line["id"] for line in answers})
+    assert f"{n:,} conversations | {tokens:,} tokens of answers |" in stderr
 
 
 @pytest.mark.parametrize("source", ["--prompts", "--self", "--seeds"])
@@ -104,7 +108,7 @@ def test_a_run_that_was_cut_off_goes_on(model, prompts, tmp_path):
     """After a whole line, in one, and between the turns of a conversation."""
     whole, part = tmp_path / "whole.jsonl", tmp_path / "part.jsonl"
     generated(model, whole, "--prompts", prompts)
-    inside = next(i for i, line in enumerate(lines(whole)) if line["turn"] < line["turns"])
+    inside = next(i for i, line in enumerate(lines(whole)) if 1 < line["turn"] < line["turns"])
     begun = b"".join(whole.read_bytes().splitlines(keepends=True)[: inside + 1])
     for torn in (5, 1, 0):
         part.write_bytes(begun[: -torn or None])
@@ -138,9 +142,11 @@ def test_other_settings_are_refused(model, prompts, tmp_path):
         (("--self", "--count", 3), "-> self"),
         (("--prompts", prompts, "--exclude", prompts), "exclude"),
         (("--prompts", prompts, "--int8"), "precision dense fp32 -> int8"),
+        (("--prompts", prompts, "--precision", "int8-lm16"), "lm_head int8 -> keep"),
         (("--prompts", prompts, "--kv", "int8"), "kv auto -> int8"),
+        (("--prompts", prompts, "--drop-cut"), "drop_cut False -> True"),
     ):
-        few = FEW[:2] if "--int8" in arguments else FEW
+        few = FEW[:2] if {"--int8", "--precision"} & {*arguments} else FEW
         done = invoke("generate-data", "--model", model, "--out", out, *few, *arguments)
         assert done.exit_code == 2 and message in done.stderr, done.stderr
         assert done.stderr.count("Error: ") == 1 and "another --out" in done.stderr
@@ -156,24 +162,46 @@ def test_seeds_may_hold_any_character(tmp_path):
     text = "one\u2028two\x85three"
     path.write_text(json.dumps({"instruction": text}, ensure_ascii=False) + "\n", "utf-8")
     assert read_seeds(path) == [text]
-    path.write_text('{"instruction": "half \\ud800"}\n')
-    with pytest.raises(FasteagleError, match="line 1: expected"):
-        read_seeds(path)
+    for wrong in ("half \\ud800", " "):
+        path.write_text(f'{{"instruction": "{wrong}", "input": "x"}}\n')
+        with pytest.raises(FasteagleError, match="line 1: expected"):
+            read_seeds(path)
+
+
+def test_a_few_seeds_are_shown_and_an_instruction_is_a_text(tmp_path):
+    path = tmp_path / "seeds.jsonl"
+    path.write_text("".join(json.dumps({"instruction": c * n}) + "\n" for c, n in SEEDS))
+    conversations = Conversations(DataOptions(seeds=path, count=1, out=tmp_path / "t.jsonl"))
+    conversing = conversations.start(0)
+    assert len(next(conversing).messages) == 2 * 2 + 1, "two are short enough"
+    with pytest.raises(StopIteration) as ended:
+        conversing.send(Reply([1], [2, 3, 4], " \n", False))
+    assert ended.value.value.dropped == "instruction without an end"
+    before = conversations.identity()
+    path.write_text('{"instruction": "other"}\n')
+    changed = Conversations(DataOptions(seeds=path, count=1, out=tmp_path / "t.jsonl"))
+    assert changed.identity() != before
+
+
+SEEDS = ("a", 1), ("b", 300), ("c", 301)
 
 
 def test_what_is_dropped_is_counted(model, tmp_path):
     benchmark = write_questions(tmp_path / "bench.jsonl", ["question 4"])
-    questions = [[f"question {i}"] for i in range(12)] + [["x" * 500]]
+    tokenizer = load_tokenizer(model)
+    size = len(tokenizer.encode(tokenizer.render([{"role": "user", "content": "x" * 500}])))
+    full = "x" * (900 - size)  # a prompt as long as the context
+    questions = [[f"question {i}"] for i in range(12)] + [["x" * 500], [full]]
     prompts = write_questions(tmp_path / "prompts.jsonl", *questions)
     out = tmp_path / "text.jsonl"
     arguments = ("--prompts", prompts, "--exclude", benchmark, "--drop-cut")
     stderr = generated(model, out, *arguments, "--max-new-tokens", 8)
-    assert "1 like an excluded prompt" in stderr and "1 longer than the context" in stderr
+    assert "1 like an excluded prompt" in stderr and "2 longer than the context" in stderr
     assert "cut answer" in stderr and "empty answer" in stderr
     answers = lines(out)
     assert 4 not in [line["id"] for line in answers] and answers
     assert all(3 <= len(line["ids"]) - line["prompt_len"] <= 8 for line in answers)
-    assert int(stderr.rsplit("dropped ", 1)[1].split()[0]) == 13 - len(answers)
+    assert int(stderr.rsplit("dropped ", 1)[1].split()[0]) == 14 - len(answers)
 
 
 def test_an_answer_that_quotes_a_benchmark_ends_the_conversation(tmp_path):
@@ -184,18 +212,20 @@ def test_an_answer_that_quotes_a_benchmark_ends_the_conversation(tmp_path):
     for answers, reason in (
         (["fine", f"You ask: {benchmark}?"], "like an excluded prompt"),
         (["fine", "How many trees did the gardener plant again", "good"], None),
+        (["fine", " "], "empty answer"),
     ):
-        conversing, reply = Conversations(options).start(0), None
+        conversing, reply, seeds = Conversations(options).start(0), None, set()
         with pytest.raises(StopIteration) as ended:
             for text in [None, *answers]:
                 reply = text and Reply([1], [2, 3, 4], text, False)
-                conversing.send(reply)
+                seeds.add(conversing.send(reply).params.seed)
+        assert len(seeds) == len(answers), "of each turn its own"
         dialogue = ended.value.value
         assert dialogue.dropped == reason
         assert [reply.text for reply, _ in dialogue.answers] == answers[: 3 if not reason else 1]
 
 
-@pytest.mark.parametrize(("repeated_from", "n_answers"), [(2, 0), (4, 12)])
+@pytest.mark.parametrize(("repeated_from", "n_answers"), [(2, 0), (3, 12)])
 def test_an_answer_ends_where_it_repeats_itself(
     model, prompts, tmp_path, monkeypatch, repeated_from, n_answers
 ):
@@ -208,6 +238,30 @@ def test_an_answer_ends_where_it_repeats_itself(
     answers = lines(out)
     assert len(answers) == n_answers and all(line["turn"] == 1 for line in answers)
     assert all(3 <= len(line["ids"]) - line["prompt_len"] <= repeated_from for line in answers)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_an_instruction_is_written_once_and_answers_end_a_row_of_drops(
+    prompts, tmp_path, monkeypatch, given
+):
+    """The same question in --prompts is meant; each answer is on the disk at once."""
+    monkeypatch.setattr(generate_data, "HOPELESS", 3)
+    out, source = tmp_path / "t.jsonl", {"prompts": prompts} if given else {"self_written": True}
+    options = DataOptions(**source, out=out, count=2)
+    conversations = Conversations(options)
+    assert conversations.count == 2
+    dialogue = Dialogue([(Reply([1], [2, 3, 4], "text", False), SamplingParams())])
+    with contextlib.closing(DataFile(out, {})) as data:
+        run = generate_data._Run(options, conversations, data)
+        for number, each in enumerate([Dialogue([])] * 2 + [dialogue] + [Dialogue([])] * 2):
+            run._write(number, each)
+        assert len(lines(out)) == 1 and data.next_number == 5
+        if given:
+            run._write(5, dialogue)
+            assert len(lines(out)) == 2
+        else:
+            with pytest.raises(FasteagleError, match=r"all dropped \(1 asked before\)"):
+                run._write(5, dialogue)
 
 
 def test_a_model_that_writes_nothing_usable_is_not_asked_for_ever(tiny_dir, tmp_path, monkeypatch):
@@ -281,9 +335,12 @@ def test_files_of_others_are_not_written_to(model, prompts, tmp_path):
         assert done.exit_code == 2 and "is being written by another process" in done.stderr
 
 
+BARE = "{{ messages[0]['content'] }}"
+
+
 def test_a_template_without_a_question(tmp_path, monkeypatch):
     folder = save_tiny(tmp_path / "model")
-    for name, template in (("none", None), ("fixed", "<|assistant|>")):
+    for name, template in (("none", None), ("fixed", "<|assistant|>"), ("bare", BARE)):
         tokenizer = load_tokenizer(folder)
         tokenizer._template = template
         monkeypatch.setattr("fasteagle.loading.open.load_tokenizer", lambda *a, t=tokenizer: t)
