@@ -10,9 +10,11 @@ import torch
 
 from fasteagle.drafting.draft_head import HeadDrafter
 from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.prompts import Conversation
 from fasteagle.shapes import TreeShape
 from fasteagle.training import held_out, train
 from fasteagle.training import loss as loss_module
+from fasteagle.training.data import Features
 from fasteagle.training.held_out import draft_rows, evaluate
 from fasteagle.training.loss import TokenLoss, batches, head_loss, make_batch, token_losses, unroll
 from fasteagle.training.options import LOSSES
@@ -177,6 +179,7 @@ def test_the_acceptance_rate_is_learned_from_a_cold_start():
     gradient = token_losses(logits, wanted, "lk")[1]
     assert torch.allclose(gradient, torch.tensor([[1.0, -1.0, 0.0]]), atol=1e-4)
     assert torch.allclose(gradient, token_losses(logits, wanted, "paper")[1], atol=1e-4)
+    assert all(part.isfinite().all() for part in token_losses(30 * logits, wanted, "lk"))
 
 
 @pytest.mark.parametrize(
@@ -201,6 +204,35 @@ def test_the_loss_is_the_weighted_sum_of_its_two_terms(target, store, ce_weight,
     assert loss.item() == pytest.approx(expected.item(), rel=1e-3)
 
 
+def test_steps_ahead_weigh_less_and_parts_of_a_batch_add_up(target, store):
+    options = dataclasses.replace(OPTIONS, noise=0.0, self_fed_steps=3, self_fed_decay=0.5)
+    head = new_head(target, torch.arange(40), options)
+    head.borrow(target, 256)
+    rows, batch = target.head_rows(torch.arange(30)), make_batch(store, [3, 4], CPU)
+    # The last step has no row that counts, the one before those of one conversation alone.
+    batch.last = batch.first + torch.tensor([2, 3])
+    whole = head_loss(head, rows, batch, options, 0)
+    embeds, expected = head.embedding.weight[batch.tokens], 0.0
+    for n, predicted in enumerate(unroll(head, embeds, batch.features.float(), 3)):
+        p, t = predicted[batch.counted(n)], batch.targets[batch.counted(n)]
+        tokens = TokenLoss.apply(p, t, rows)
+        features = torch.nn.functional.smooth_l1_loss(p, t.float())
+        expected += 0.5**n * (options.ce_weight * tokens + options.feature_weight * features)
+    assert whole.item() == pytest.approx(expected.item() / 1.75, rel=1e-4)
+    parts = []
+    for b, i in enumerate((3, 4)):
+        part = make_batch(store, [i], CPU)
+        part.last = batch.last[b : b + 1]
+        parts.append(head_loss(head, rows, part, options, 0, batch.counts(4)).item())
+    assert sum(parts) == pytest.approx(whole.item(), rel=1e-4)
+
+
+def test_a_head_that_is_certain_is_measured(target, store_3):
+    head = random_head(target, eagle3=eagle3_of("eagle3", target.config, own_lm_head=True))
+    head.own_lm_head.weight.data.mul_(1e4)
+    assert evaluate(head, target, store_3, [3]).by_confidence[-1][0] > 0
+
+
 def test_a_step_waits_for_no_card(target, store):
     """Here for tensors that have no values at all."""
     card = torch.device("meta")
@@ -223,6 +255,8 @@ def test_noise_is_uniform_to_both_sides_and_reaches_the_loss(target, store):
     noise = (rows - clean) / options.noise
     assert len(noise.flatten()) > 1000
     assert noise.min() < -0.98 and noise.max() > 0.98 and noise.abs().max() <= 1 + 1e-4
+    first, second = (batch.noisy(options, 7) - batch.features.float())[:2, :4]
+    assert not torch.allclose(first, second, atol=0.01), "of each conversation its own"
     assert abs(noise.mean()) < 0.06 and noise.std().item() == pytest.approx(1 / 3**0.5, abs=0.03)
     head = new_head(target, torch.arange(40), options)
     head.borrow(target, 256)
@@ -244,12 +278,21 @@ def test_rows_that_count(target, store):
         assert batch.targets[b, : len(ids) - 1].equal(features[1:])
 
 
-def test_batches_cover_everything_once_and_repeat(store):
-    indices = list(range(3, len(store)))
-    first = batches(store, indices, OPTIONS)
-    seen: list[int] = []
-    while len(seen) < len(indices):
-        seen += next(first)
-    assert sorted(seen) == indices
-    again = batches(store, indices, OPTIONS)
-    assert next(again) == next(batches(store, indices, OPTIONS))
+def test_batches_cover_everything_once_and_repeat():
+    """Of similar lengths, in another order in each epoch, which is not that of the lengths."""
+    text = [Conversation([0] * n, 1) for n in range(100, 4100, 100)]
+    store, indices = Features(text, 0, list[torch.Tensor]().__getitem__), list(range(3, 40))
+    options = dataclasses.replace(OPTIONS, batch_tokens=4100)
+    first, again = (batches(store, indices, options) for _ in range(2))
+    epochs = []
+    for _ in range(2):
+        epoch: list[list[int]] = []
+        while sum(map(len, epoch)) < len(indices):
+            epoch.append(next(first))
+            assert epoch[-1] == next(again)
+        assert sorted(i for group in epoch for i in group) == indices
+        longest = [max(store.lengths[i] for i in group) for group in epoch]
+        assert all(len(g) * (n - 60) <= 4100 for g, n in zip(epoch, longest, strict=True))
+        assert longest != sorted(longest) and len(epoch) < 30
+        epochs.append(epoch)
+    assert epochs[0] != epochs[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from fasteagle.generate import Engine
 from fasteagle.prompts import Conversation
 from fasteagle.training.data import cached_features, live_features
 from fasteagle.training.held_out import HeldOut, evaluate
+from fasteagle.training.loss import unroll
 from fasteagle.training.options import TrainOptions
-from fasteagle.training.train import Trainer, new_head
+from fasteagle.training.train import Trainer, head_header, new_head
 from helpers import eagle3_of, random_head
 from training_cases import OPTIONS, OPTIONS_3
 
@@ -92,6 +94,44 @@ def test_an_embedding_of_its_own_is_read_and_stays(target, store_3, tmp_path):
         made.run(lambda entry: losses.append(entry["loss"]), every=3)
         assert torch.equal(one.embedding.weight, before)
     assert quality[0] != quality[1] and losses[0] != losses[1]
+
+
+def test_the_options_reach_the_optimizer(trainer):
+    rates = {"beta1": 0.7, "beta2": 0.8, "weight_decay": 0.25, "clip": 0.01}
+    options = dataclasses.replace(OPTIONS, steps=8, warmup=2, **rates)
+    made, losses, entries = trainer(options), [], []
+    made.run(entries.append, every=4, tick=lambda step, loss: losses.append(loss))
+    (group,) = made.optimizer.param_groups
+    assert (group["betas"], group["weight_decay"]) == ((0.7, 0.8), 0.25)
+    assert group["lr"] == options.lr_at(7) < options.lr / 2
+    assert [options.lr_at(n) for n in range(2)] == [options.lr / 2, options.lr]
+    for entry, part in zip(entries, (losses[:4], losses[4:]), strict=True):
+        assert entry["loss"] == pytest.approx(sum(part) / 4, abs=1e-5)
+    gradients = [p.grad for p in made.head.parameters() if p.grad is not None]
+    assert torch.nn.utils.get_total_norm(gradients).item() == pytest.approx(0.01, rel=0.01)
+
+
+def test_a_new_head_begins_as_the_identity_on_the_feature(target):
+    """For EAGLE-3 on the last auxiliary hidden state, under the target's norm and LM head."""
+    features = torch.randn(1, 12, target.config.dim * 3)
+    for options in (OPTIONS, OPTIONS_3):
+        head = new_head_ready(target, dataclasses.replace(options, draft_vocab_size=40))
+        size, tokens = head.config.feature_dim, torch.arange(12)[None]
+        (output,) = unroll(head, head.embedding.weight[tokens], features[..., :size], 1)
+        last = features[..., size - target.config.dim : size]
+        wanted = target.norm(last) if options is OPTIONS_3 else last
+        likeness = torch.cosine_similarity(output, wanted, dim=-1)
+        assert likeness.min() > 0.95 and (head.fc.bias is None) == (options is OPTIONS_3)
+    assert torch.equal(head.own_lm_head.weight, target.head_rows(torch.arange(40)))
+
+
+@pytest.mark.parametrize("algorithm", ["eagle1", "eagle3", "mtp"])
+def test_a_header_names_the_algorithm(target, algorithm):
+    eagle3 = eagle3_of(algorithm, target.config)
+    head = random_head(target, eagle3=eagle3, mtp=algorithm == "mtp")
+    model = SimpleNamespace(name="tiny", checkpoint=SimpleNamespace(scheme=None))
+    header = head_header(head, model, "1", 9, HeldOut((0.5,), 1.5, 1).as_dict())
+    assert header["algorithm"] == algorithm and header["scheme"] is header["group_size"] is None
 
 
 def new_head_ready(target, options):
