@@ -96,7 +96,7 @@ def lines(tmp_path):
 
 def test_a_server_answers(stub, ask, tiny_dir, tmp_path):
     more = ("--served-model", "org/name", "--temperature", "0,0.7", "--top-p", 0.9)
-    done = ask(f"{stub.url}/v1", *more, "--max-new-tokens", 40, "--api-key", "secret")
+    done = ask(f"{stub.url}/v1/", *more, "--max-new-tokens", 40, "--api-key", "secret")
     assert done.exit_code == 0, done.output
     assert "loaded in" not in done.stderr and "3 conversations" in done.stderr
     tokenizer = load_tokenizer(tiny_dir)
@@ -161,6 +161,7 @@ def error(message):
     ("plan", "tries", "parts"),
     [
         ([(500, error("CUDA out\nof memory"))] * 9, 4, ["HTTP 500: CUDA out of memory (4 tries)"]),
+        ([(500, error("lost the context"))] * 9, 4, ["HTTP 500: lost the context"]),
         ([(429, '{"message": "slow down"}')] * 9, 4, ["HTTP 429: slow down"]),
         (["reset"] * 9, 4, ["4 tries", "run again"]),
         ([(401, '{"error": "bad key"}')], 1, ["HTTP 401: bad key", "--api-key"]),
