@@ -65,7 +65,7 @@ def test_an_eagle3_head_is_trained_and_drafts(tiny_dir, text_file, tmp_path, no_
     out = tmp_path / "head"
     kind = ("--algorithm", "eagle3.1", "--tap-layers", "0,1,2", "--self-fed-steps", 1)
     kind += ("--window", 40)
-    done = invoke(*command(tiny_dir, text_file, out, *kind, "--steps", 4))
+    done = invoke(*command(tiny_dir, text_file, out, *kind, "--steps", 4, "--max-len", 25))
     assert done.exit_code == 0, done.stderr
     config = json.loads((out / "config.json").read_text())
     assert config["tap_layers"] == [0, 1, 2] and config["draft_vocab_size"] == 128
@@ -79,6 +79,7 @@ def test_an_eagle3_head_is_trained_and_drafts(tiny_dir, text_file, tmp_path, no_
     assert answers[0].stdout == answers[1].stdout
     header = json.loads((out / "training.json").read_text())["header"]
     assert header["scheme"] is None
+    assert header["training_tokens"] == 26 * 25, "those of conversations that are not held out"
     begun = ("--init", out, "--steps", 2)
     for options, missing in (
         ((), "give its --algorithm and its --tap-layers"),
@@ -87,10 +88,13 @@ def test_an_eagle3_head_is_trained_and_drafts(tiny_dir, text_file, tmp_path, no_
     ):
         other = invoke(*command(tiny_dir, text_file, tmp_path / "more", *begun, *options))
         assert other.exit_code == 2 and missing in other.stderr, other.stderr
-    more = invoke(
-        *command(tiny_dir, text_file, tmp_path / "more", *kind, "--init", out, "--steps", 2)
-    )
+    # An evaluation without gain is enough; the window may be another one.
+    more = (*kind, "--window", 33, "--init", out, "--every", 1, "--patience", 1, "--lr", 1e-12)
+    more = invoke(*command(tiny_dir, text_file, tmp_path / "more", *more, "--steps", 9))
     assert more.exit_code == 0, more.stderr
+    assert json.loads((tmp_path / "more" / "config.json").read_text())["sliding_window"] == 33
+    record = json.loads((tmp_path / "more" / "training.json").read_text())
+    assert record["header"]["steps"] == 2 == len(record["history"])
 
 
 def test_a_head_to_begin_from_keeps_its_draft_vocabulary(
@@ -179,19 +183,23 @@ def test_two_processes_train_what_one_does(tiny_dir, text_file, tmp_path):
     assert headers[0]["alphas"] == pytest.approx(headers[1]["alphas"], abs=0.02)
 
 
-def test_prompts_are_answered_and_trained_on(tiny_dir, tmp_path, no_compiler):
+def test_prompts_are_answered_and_trained_on(tiny_dir, text_file, tmp_path, no_compiler):
     prompts = tmp_path / "p.jsonl"
     prompts.write_text("".join(json.dumps({"turns": [f"question {i}"]}) + "\n" for i in range(12)))
     out = tmp_path / "head"
     files = ("--model", tiny_dir, "--prompts", prompts, "--out", out)
     options = ("--held-out", 3, "--steps", 4, "--batch-tokens", 200, "--answer-tokens", 24)
     sizes = ("--draft-vocab-size", 128, "--loss-vocab-size", 64, "--features", "live")
+    sizes += ("--data", text_file)
     arguments = ("train-head", *files, *options, *sizes)
     done = invoke(*arguments)
     assert done.exit_code == 0, done.stderr
     assert "12 conversations | " in done.stderr
     lines = [json.loads(line) for line in (out / "text.jsonl").read_text().splitlines()]
     assert [line["T"] for line in lines[:4]] == [0.0, 0.7, 0.0, 0.7]
+    assert max(len(line["ids"]) - line["prompt_len"] for line in lines) == 24
+    trained = json.loads((out / "training.json").read_text())["header"]["training_tokens"]
+    assert 30 * 27 < trained < 30 * 30 + sum(len(line["ids"]) for line in lines), "with --data"
     for name in ("model.safetensors", "config.json", "training.json"):
         (out / name).unlink()  # else nothing is trained here
     # A last line that was cut off is written again, the others are kept.
@@ -204,7 +212,8 @@ def test_prompts_are_answered_and_trained_on(tiny_dir, tmp_path, no_compiler):
 
 def test_features_of_another_precision_are_others(tiny_dir, text_file, tmp_path, no_compiler):
     """They lie in the user cache by what computed them, not by the files alone."""
-    runs = ("--precision", "fp32"), ("--precision", "int8-aten"), ("--precision", "fp32")
+    fp32 = ("--precision", "fp32")
+    runs = fp32, ("--precision", "int8-aten"), fp32, (*fp32, "--kv", "int8")
     caches, unused = [], cache_dir() / "features" / "unused"
     unused.mkdir(parents=True)
     os.utime(unused, times=(0, 0))
@@ -213,7 +222,7 @@ def test_features_of_another_precision_are_others(tiny_dir, text_file, tmp_path,
         done = invoke(*train)
         assert done.exit_code == 0, done.stderr
         caches.append(set((cache_dir() / "features").iterdir()))
-    assert len(caches[1]) == len(caches[0]) + 1 and caches[2] == caches[1]
+    assert len(caches[1]) == len(caches[0]) + 1 and caches[2] == caches[1] and caches[3] > caches[2]
     assert unused not in caches[0]
     refused = invoke(*command(tiny_dir, text_file, tmp_path / "a", "--precision", "int8-torchao"))
     assert refused.exit_code == 2 and "leave -torchao out" in refused.stderr
@@ -232,6 +241,8 @@ def test_runs_that_cannot_go_on_say_so(tiny_dir, text_file, tmp_path, no_compile
     more = command(tiny_dir, text_file, tmp_path / "more", "--init", out)
     for wrong, message in (
         (("--held-out", 30), "30 conversations are too few to hold 30 out"),
+        (("--prompts", tmp_path / "none.jsonl"), "cannot read"),
+        (("--draft-vocab-size", 9999), "draft-vocab-size 9,999 is more than the model's"),
         (("--beta1", 1.5), "beta1 1.5 is out of range: use >= 0 and < 1"),
         (("--weight-decay", -1), "weight-decay -1.0 is out of range"),
     ):
