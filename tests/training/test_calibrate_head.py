@@ -11,6 +11,7 @@ from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.heads.read import load_head
 from fasteagle.loading.heads.write import save_head
+from fasteagle.loading.open import OpenedModel
 from fasteagle.prompts import Conversation, read_conversations
 from fasteagle.training import calibrate_head
 from fasteagle.training.held_out import HeldOut
@@ -84,7 +85,9 @@ def test_a_run_that_was_cut_off_goes_on_and_chat_finds_the_head(
     other = invoke(*command, "--resume")
     assert other.exit_code == 2 and "other settings (head_digest " in other.stderr
     (head / "config.json").write_text(config)
-    whole = (work / "state.json").read_text()
+    state = json.loads((work / "state.json").read_text())
+    assert state["results"] == {"steps": 30}
+    whole = json.dumps({**state, "spent": 6000.0})
     odd = '{"key": 5, "results": [], "spent": "x"}'
     for damaged, what in (
         (whole[:-9], "cannot be read as JSON"),
@@ -100,7 +103,8 @@ def test_a_run_that_was_cut_off_goes_on_and_chat_finds_the_head(
     assert "step 27 of 30" in done.stderr and "step 24 of 30" not in done.stderr
     assert not work.exists()
     report = report_of(out)
-    assert report["steps"] == 30 and report["header"]["scheme"] == "int4-g32-minmax"
+    assert report["steps"] == 30 and 100 <= report["minutes"] < 120
+    assert report["header"]["scheme"] == "int4-g32-minmax"
     taus = [report[stage]["tau"] for stage in ("before", "distilled")]
     assert report["distilled"]["kept"] == (taus[1] > taus[0])
     assert report["header"]["tau"] == max(taus)
@@ -128,8 +132,13 @@ def test_what_is_there_is_not_written_over(text, tmp_path, no_compiler):
 
 @pytest.mark.parametrize(("algorithm", "is_better"), [("eagle1", True), ("eagle3", False)])
 def test_only_a_better_head_is_kept(algorithm, is_better, text, tmp_path, monkeypatch, no_compiler):
-    tau = 9.0 if is_better else 0.5
-    monkeypatch.setattr(Trainer, "evaluate", lambda self: HeldOut((0.5,), tau, 10, tv=(0.5,)))
+    tau, trained = 9.0 if is_better else 0.5, []
+
+    def evaluate(self):
+        trained.append(self.options.algorithm)
+        return HeldOut((0.5,), tau, 10, tv=(0.5,))
+
+    monkeypatch.setattr(Trainer, "evaluate", evaluate)
     folder, head = written(tmp_path, algorithm)
     out = tmp_path / "out"
     more = ("--data", text, "--steps", 2, "--draft-vocab", 100)
@@ -138,7 +147,7 @@ def test_only_a_better_head_is_kept(algorithm, is_better, text, tmp_path, monkey
     report = report_of(out)
     assert report["distilled"]["kept"] is is_better
     assert (report["header"]["tau"] == tau) is is_better
-    assert report["header"]["algorithm"] == algorithm
+    assert report["header"]["algorithm"] == algorithm and set(trained) == {algorithm}
     config = open_checkpoint(folder).config
     first, calibrated = (load_head(path, config)[0] for path in (head, out))
     assert len(calibrated.target_ids()) == 100 == report["header"]["draft_vocab_size"]
@@ -187,16 +196,21 @@ def test_without_time_the_least_is_done_on_text_of_its_own(tmp_path, monkeypatch
     assert max(map(max, texts[0])) < TINY_VOCAB
 
 
-def test_by_default_for_the_weights_that_int4_runs(text, tmp_path, monkeypatch, no_compiler):
-    """Chat finds the head by them."""
+def test_by_default_for_the_weights_that_chat_runs(text, tmp_path, monkeypatch, no_compiler):
+    """Those of the file where it is quantized, else int4."""
     monkeypatch.setattr(calibrate_head, "_text", raising(FasteagleError("seen")))
     folder, head = written(tmp_path)
-    done = invoke("calibrate-head", "--model", folder, "--head", head, "--minutes", 2)
-    assert "at int4-g64-hqq: about 2 minutes\n" in done.stderr, done.stderr
+    for own, scheme in ((None, "int4-g64-hqq"), ("int8", "int8")):
+        monkeypatch.setattr(OpenedModel, "own_quant", own)
+        done = invoke("calibrate-head", "--model", folder, "--head", head, "--minutes", 2)
+        assert f"at {scheme}: about 2 minutes\n" in done.stderr, done.stderr
 
 
 def test_memory_that_runs_out_is_told_in_a_line(text, tmp_path, monkeypatch, no_compiler):
     monkeypatch.setattr(Trainer, "run", raising(torch.OutOfMemoryError("CUDA out of memory")))
+    (tmp_path / "out").mkdir()  # with a head of an earlier calibration, which may be replaced
+    for name in ("calibration.json", "config.json", "model.safetensors"):
+        (tmp_path / "out" / name).write_text("{}")
     done = invoke(*calibrate(*written(tmp_path), tmp_path / "out", "--data", text, "--steps", 2))
     assert done.exit_code == 2, done.output
     assert "out of memory while calibrating" in done.stderr and "--max-seq-len" in done.stderr
