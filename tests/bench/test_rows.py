@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 
 import pytest
@@ -90,6 +91,35 @@ def test_arithmetic_of_a_simulated_row():
     _, record = reported(row_of(Turn([1] * 11, 0.5, 2.0, 10)), row)
     assert (record["speedup_vs_plain"], record["tau"], record["measured_tau"]) == (3.0, 3.0, 1.0)
     assert [record[name] for name in ("draft_ms", "verify_ms", "other_ms")] == [50, 100, 50]
+
+
+def test_the_cells_of_the_table():
+    parts = {"draft_seconds": 0.2, "verify_seconds": 1.0, "decode_seconds": 2.0}
+    stats = Stats(passes=10, path_lengths=[0, 1, 1, 2], **parts)
+    chunks = ((1, 0.1), (1, 0.4), (2, 0.6))
+    slow = Turn([1] * 11, 0.5, 2.0, 10, stats, chunks=chunks)
+    turns = slow, Turn([1] * 31, 0.25, 2.0, 10), Turn([1] * 21, 0.75, 2.0, 10)
+    row = row_of(*turns, name="eagle", tree=TreeShape(3, 2, 8), peak_bytes=3 * 10**9)
+    plain = row_of(Turn([1] * 11, 0.5, 2.0, 10))
+    records = reported(plain, row, dataclasses.replace(row, name="fused", auto_shares="all"))
+    _, cells, tuned = (dict(zip(reports.COLUMNS, reports._cells(r), strict=True)) for r in records)
+    assert {name: cells[name] for name in cells if name != "MBU"} == {
+        "row": "eagle",
+        "precision": "bf16",
+        "tok/s": "10.0",
+        "median (min - max) per turn": "10.0 (5.0 - 15.0)",
+        "x plain": "2.00",
+        "tau": "2.00",
+        "accepted by depth": "0.75 0.25",
+        "tree": "3, 2, 8",
+        "draft + verify + other ms": "20.0 + 100.0 + 80.0",
+        "P50 / P99 ms per token": "300.0 / 400.0",
+        "TTFT s": "0.500",
+        "peak GB": "3.00",
+    }
+    assert tuned["tree"] == "auto: all"
+    stats.parts_timed = False
+    assert "draft_ms" not in reported(row)[0]
 
 
 def test_acceptance_of_a_chain_is_counted_by_depth():
