@@ -87,6 +87,10 @@ def test_drafting_is_a_pass_of_the_head_for_each_level():
     assert draft_ms("bf16", TREE) == pytest.approx(4.0, rel=0.03)
     assert draft_ms("bf16", StaticShape(5, None, 25)) == pytest.approx(4.0, rel=0.03)
     assert draft_ms("int4", TREE) < 1.5
+    # The first reads the tokens of the longest path and the bonus token, and drafts after the last.
+    parts = work("bf16", 0).drafting(HEAD, TREE)
+    assert [part.rows for part in parts if part.name == "draft LM head"] == [1, 4, 4, 4, 4]
+    assert [part.rows for part in parts if part.block is not None] == [6, 4, 4, 4, 4]
     # A trimmed vocabulary saves its part of the LM head in every step.
     trimmed = dataclasses.replace(HEAD, draft_vocab_size=8000)
     saved = draft_ms("bf16", TreeShape(2, 1, 2)) - draft_ms("bf16", TreeShape(2, 1, 2), trimmed)
@@ -255,6 +259,13 @@ def test_an_outlook_changes_times_and_no_tiling(monkeypatch):
     assert low > mid > high and set(cards) == {RTX3090.card}
 
 
-def test_this_machine_is_measured():
+def test_this_machine_is_measured(monkeypatch):
     for speed in (device_speed.read_bandwidth(2**24), device_speed.copy_bandwidth(CPU, 2**24)):
         assert 1e-3 < speed < 10_000  # one run, on a machine that may be busy
+    monkeypatch.setattr(device_speed, "REPEATS", 5)
+    clock = iter([0.0, 0.3, 1.0, 1.1, 2.0, 2.3, 3.0, 3.4])  # after a second four runs are enough
+    monkeypatch.setattr(device_speed.time, "perf_counter", lambda: next(clock))
+    assert device_speed._best_seconds(lambda: None, CPU) == pytest.approx(0.1)
+    monkeypatch.setattr(device_speed, "_best_seconds", lambda work, device: 0.5)
+    assert device_speed.read_bandwidth(2**20) == pytest.approx(2**21 / 1e9)
+    assert device_speed.copy_bandwidth(CPU, 2**20) == pytest.approx(2**22 / 1e9)
