@@ -92,3 +92,28 @@ def test_a_stage_that_fails_or_hangs_does_not_stop_the_next(monkeypatch, tmp_pat
     failures = errors()
     assert "ZeroDivisionError" in failures["start"] and failures["x"] == "not run: start failed"
     assert failures["kernels"] == "exit code 1: no memory left" and failures["speed"] is None
+    assert list(failures) == ["kernels", "profile", "speed", "start", "x"], "each once"
+    assert run(tmp_path, "--stages", "speed", "--minutes", 0.05).exit_code == 1
+    assert errors()["speed"] == "not run: the 0.05 minutes were over"
+    other_kind = run(tmp_path, "--dry-run")
+    assert other_kind.exit_code == 2 and "of another kind of run" in other_kind.stderr
+
+
+def test_the_newer_result_of_two_runs_is_taken(tmp_path):
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    mine, other = {"a": 2, "b": 1, "c": 1}, {"a": 1, "b": 2, "c": 2, "d": 1}
+    for folder, dates in ((ours, mine), (theirs, other)):
+        folder.mkdir()
+        entries = []
+        for name, date in dates.items():
+            code = None if name == "c" and folder is theirs else 0
+            times = {"date": f"2026-01-0{date}", "seconds": date}
+            entries.append({"name": name, **times, "exit_code": code, "error": None})
+            (folder / f"{name}.log").write_text(folder.name)
+        record = gpu_check.record(entries, dry_run=False)
+        (folder / gpu_check.RECORD).write_text(json.dumps(record))
+    assert run(ours, "--merge", theirs).exit_code == 0
+    entries = json.loads((ours / gpu_check.RECORD).read_text())["stages"]
+    assert {e["name"]: e["seconds"] for e in entries} == {"a": 2, "b": 2, "c": 1, "d": 1}
+    logs = {name: (ours / f"{name}.log").read_text() for name in "abcd"}
+    assert logs == {"a": "ours", "b": "theirs", "c": "ours", "d": "theirs"}

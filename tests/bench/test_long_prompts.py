@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import long_prompts
 from fasteagle.prompts import read_questions
 from helpers import invoke
+
+
+def test_the_argument_to_rename_is_no_self():
+    code = "class A:\n    def f(self):\n        pass\n    def g(self, *, size=3): ..."
+    assert long_prompts._argument(code) == "size" and long_prompts._argument("pass") == "x"
 
 
 def test_three_kinds_in_turn(tiny_dir, tmp_path):
@@ -13,6 +20,7 @@ def test_three_kinds_in_turn(tiny_dir, tmp_path):
         args = ("--model", tiny_dir, "--tokens", 400, "--count", 7, "--out", path)
         done = invoke(*args, main=long_prompts.main)
         assert done.exit_code == 0, done.output
+    assert re.search(r"7 questions of 4\d\d to 5\d\d tokens", done.stderr), done.stderr
     texts = [question.turns[0] for question in read_questions(out, None)]
     assert len(set(texts)) == 7 and out.read_bytes() == again.read_bytes()
     for first in (0, 3, 6):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import sys
 
 import pytest
@@ -14,6 +15,7 @@ import head_quality
 from fasteagle.loading.heads.write import save_head
 from fasteagle.loading.open import open_model
 from fasteagle.options import RuntimeOptions
+from fasteagle.training.held_out import HeldOut
 from helpers import invoke, random_head, write_random_text
 
 
@@ -37,7 +39,16 @@ def test_a_line_for_each_head(tiny_dir, heads, tmp_path):
     for table in (0, 5):
         names = [line.split(" | ")[0] for line in lines[table + 2 : table + 4]]
         assert names == [f"| {head}" for head in heads]
-    assert "of 4 answers" in lines[-1]
+    assert re.fullmatch(r"[1-9]\d* positions of 4 answers, [0-4] of them greedy", lines[-1])
+
+
+def test_the_tables_have_the_shares():
+    tenths = ((4, 1), *[(0, 0)] * 8, (10, 9))
+    held = HeldOut((0.75, 0.5), 2.125, 9, tv=(0.25, 0.5), by_confidence=tenths)
+    headings, (row,) = head_quality.by_depth({"a": held})
+    assert headings == ["head", "0-alpha", "1-alpha", "tau of a chain", "TV"]
+    assert row == ["a", "0.750", "0.500", "2.12", "0.250"]
+    assert head_quality.by_confidence({"a": held})[1] == [["a", "0.25", *["-"] * 8, "0.90"]]
 
 
 def test_what_is_refused(tiny_dir, heads, tmp_path, monkeypatch):
@@ -71,8 +82,10 @@ def test_prompts_of_every_kind(tmp_path, monkeypatch):
     first, same, other = (path.read_text().splitlines() for path in files)
     assert first == same != other
     assert len({tuple(json.loads(line)["turns"][:1]) for line in first}) == len(first) == 300
+    assert 75 < sum(len(json.loads(line)["turns"]) == 2 for line in first) < 135
     maker = head_prompts.Maker([{"instruction": "Sing.", "input": "", "output": "la"}], 0)
     templates = [t for kind in maker.kinds for t in kind["templates"].strip().splitlines()]
+    assert len(head_prompts.Maker([], 0).kinds) == 22, "no seed task is read without any"
     assert len(maker.kinds) == 23 and len(templates) > 150
     for template in templates:
         assert not set("{}") & set(maker.filled(template)), template
