@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import re
+import resource
+import sys
 import time
 
 import pytest
@@ -58,6 +61,19 @@ def test_what_is_right_is_tried_once(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(grammar_check.subprocess, "run", None)
             grammar_check.try_grammar(kind, text)
+
+
+@pytest.mark.parametrize("hard", [resource.RLIM_INFINITY, 2**20])
+def test_a_trial_limits_its_process(hard, monkeypatch, capsys):
+    limits = {}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (0, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, pair: limits.update({kind: pair}))
+    monkeypatch.setattr(sys, "stdin", io.StringIO('["regex", "("]'))
+    grammar_check.main()
+    wanted = {resource.RLIMIT_AS: 2**31, resource.RLIMIT_STACK: 2**21, resource.RLIMIT_CORE: 0}
+    most = 2**31 if hard == resource.RLIM_INFINITY else hard
+    assert limits == {kind: (min(n, most),) * 2 for kind, n in wanted.items()}
+    assert capsys.readouterr().out.startswith("at 1")
 
 
 @pytest.mark.parametrize("name", ["resource.py", "json.py", "llguidance.py"])
