@@ -213,6 +213,10 @@ def test_a_drafter_that_is_switched_off_while_it_is_measured_is_measured_later(
     preparation.use(drafter)
     preparation.join()
     assert drafter.policy is not None and drafter.tuning.path.exists()
+    n_threads = len(preparation._threads)
+    preparation.use(None)
+    preparation.use(drafter)
+    assert len(preparation._threads) == n_threads  # it was measured once
     with preparation.answering(GREEDY):
         pass
     assert "warning" not in capsys.readouterr().err
