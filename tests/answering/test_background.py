@@ -111,6 +111,10 @@ def test_a_measurement_that_fails_leaves_the_chat_as_it_was(
     engine = tuned_engine(target, tmp_path)
     error = RuntimeError("no clock\nat all")
     monkeypatch.setattr(tuner.Measurement, "run", raising(error))
+    compiler.error = "no compiler"
+    Preparation(engine, quiet=True).join()
+    assert not compiler.applied  # costs are of compiled code
+    compiler.error = None
     preparation = Preparation(engine, quiet=False)
     preparation.join()
     with preparation.answering(GREEDY):
