@@ -22,7 +22,7 @@ from fasteagle.drafting.ladder import DEFAULT_RANKS
 from fasteagle.drafting.lookup import LONGEST_MATCH, Corpus, Lookup
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.drafting.policy import MAX_CHAIN, REACH, Policy
-from fasteagle.drafting.thresholds import LONGEST
+from fasteagle.drafting.thresholds import LONGEST, Thresholds
 from fasteagle.generate import Engine
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import SamplingMode
@@ -156,7 +156,7 @@ def test_chains_are_measured_where_cycles_are_compiled(target, head, tmp_path, m
     drafter.tuning = Tuning(tmp_path / "costs.json", DEFAULT_RANKS)
     engine = engine_of(target, drafter)
     compiled_for(engine, SamplingParams())
-    begin_policy(engine)  # it would end chains sooner
+    drafter.fixed_thresholds = Thresholds((2.0,), (2.0,))  # which would end all chains at once
     policy, seconds = tune_now(engine, pytest.fail, compiled=True)
     assert 0 < seconds < 600 and policy is drafter.policy and policy.shapes == [GatedChain(REACH)]
     assert policy.costs.lookup > 0 and (policy.costs.chain[LONGEST] > 0) == head
