@@ -16,7 +16,6 @@ from fasteagle.drafting.pauses import (
     LONGEST_PAUSE,
     SETTLED,
     Pauses,
-    PlainBlocks,
 )
 from fasteagle.drafting.policy import LOOKED_UP, LOOKED_UP_ROW, REACH, Outcome, Policy, name
 from fasteagle.drafting.thresholds import Honesty, Thresholds
@@ -202,18 +201,6 @@ def test_a_block_lasts_until_its_passes_become_no_faster(pace, passes):
         policy.learn(None, Outcome(ms=pace(n), verify_ms=pace(n)))
         n += 1
     assert n == passes
-
-
-def test_each_block_is_long_enough_and_interruptions_in_it_do_not_count():
-    blocks, lengths = PlainBlocks(2), []
-    for _ in range(2):
-        blocks.begin()
-        blocks.in_a_row = 0
-        blocks.add(50.0)  # the first passes are not counted
-        while not blocks.wait(0.4):
-            blocks.add(50.0 if blocks.in_a_row in (1, 15) else 5.0)
-        lengths.append(blocks.in_a_row)
-    assert lengths == [2 * BLOCK] * 2 and blocks.ms == 5.0 and blocks.speed == 0.4
 
 
 @pytest.mark.parametrize("cold", [1.0, 1.3, 1.5])
