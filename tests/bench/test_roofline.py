@@ -188,7 +188,7 @@ def test_bytes_of_the_parts_are_those_of_the_model(name):
 )
 def test_devices_by_what_the_driver_calls_them(reported, bandwidth):
     device = device_reported_as(reported)
-    assert (device and device.gb_s) == bandwidth
+    assert (device and (device.gb_s, device.card.gb_s)) == (bandwidth and (bandwidth,) * 2)
 
 
 def test_bandwidth_comes_from_the_data_sheet_where_there_is_one(monkeypatch):
@@ -257,6 +257,9 @@ def test_an_outlook_changes_times_and_no_tiling(monkeypatch):
         CapturedCycle(RTX3090.card, work(), outlook=outlook).ms(parts) for outlook in OUTLOOKS
     )
     assert low > mid > high and set(cards) == {RTX3090.card}
+    cycle = CapturedCycle(RTX3090.card, work())
+    part, whole = (Part("a product", 1, N=N, K=4096, rows=1) for N in (100, 128))
+    assert cycle.share(part) == pytest.approx(cycle.share(whole), rel=0.05), "whole tiles are read"
 
 
 def test_this_machine_is_measured(monkeypatch):
