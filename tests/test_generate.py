@@ -69,7 +69,9 @@ def test_timing_passes_leaves_the_conversation_alone(engine, model):
 
 
 def test_follow_ups_and_changed_histories_compute_what_differs(engine, model):
-    answer = generated(engine, 20, PROMPT)
+    """The penalty is of the own text only, not of the one before it."""
+    params = SamplingParams(repetition_penalty=1.5)
+    answer = generated(engine, 20, PROMPT, params)
     follow_up = PROMPT + answer + [3, 4, 5]
     # The last token of an answer was drawn but never run through the model.
     for prompt, n_cached in (
@@ -78,7 +80,8 @@ def test_follow_ups_and_changed_histories_compute_what_differs(engine, model):
         (PROMPT[:3], 2),  # all cached: the last one runs again, for its feature
         (PROMPT[:3], 2),
     ):
-        assert generated(engine, 20, prompt) == generated(Engine(model, 512), 20, prompt)
+        expected = generated(Engine(model, 512), 20, prompt, params)
+        assert generated(engine, 20, prompt, params) == expected
         assert engine.stats.cached_tokens == n_cached
 
 
