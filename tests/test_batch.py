@@ -236,7 +236,8 @@ def test_caches_grow_with_the_longest_text():
         ([11] * 510, SamplingParams(1.0, seed=3), 30),  # two tokens fit after it
     ]
     expected = alone(engine, wanted)
-    assert len(expected[3]) == 2
+    assert len(expected[3]) == 2 and engine.cache.n_slots == 512
+    assert alone(engine, wanted[:1]) == expected[:1] and engine.cache.n_slots == 256
     assert together(engine, 2, wanted) == expected
 
 

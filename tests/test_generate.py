@@ -83,6 +83,8 @@ def test_follow_ups_and_changed_histories_compute_what_differs(engine, model):
         expected = generated(Engine(model, 512), 20, prompt, params)
         assert generated(engine, 20, prompt, params) == expected
         assert engine.stats.cached_tokens == n_cached
+    engine.features([8] * 30)  # which overwrites the cache
+    assert generated(engine, 20, PROMPT, params) == answer
 
 
 def test_chunks_of_a_prompt_are_longer_on_a_gpu(model, monkeypatch):
