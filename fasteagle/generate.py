@@ -334,7 +334,6 @@ class Engine(Context):
         if self.fixed_slots is not None:
             free = min(free, self.fixed_slots - rows)
         del self.cached[free:]
-        self.shown = min(self.shown, free)
         self.state.seq_len.fill_(free)
         self.state.count.fill_(1)
         self.state.sampling.load(params)
