@@ -268,7 +268,7 @@ def test_results_of_tools_are_in_the_order_of_their_calls(live, monkeypatch):
     refused = tokens(result("d"))
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "messages.2.tool_call_id"
-    for one in asked[1]["tool_calls"]:
+    for one in messages[1]["tool_calls"]:
         one["id"] = None  # then an order is not known
     assert tokens(result("d")).status_code == 200
 
