@@ -88,7 +88,7 @@ def _candidates(max_topk: int, fused: bool) -> list[AnyShape]:
                     continue
                 if fused:
                     sizes.append(FusedShape(depth, k, nodes, max(1, reach)))
-                elif k > 1 or nodes == depth:
+                else:
                     sizes.append(TreeShape(depth, k, nodes))
     return sizes
 
