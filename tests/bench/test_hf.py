@@ -94,12 +94,14 @@ def test_sampling_is_asked_for_with_every_parameter():
     assert [n for n, _ in turn.chunks] == [1]
 
 
-def test_prompt_lookup_may_bring_several_tokens_with_a_pass():
+def test_prompt_lookup_may_bring_several_tokens_with_a_pass(monkeypatch):
+    clock = iter((10.0, 11.0, 13.0))
+    monkeypatch.setattr("fasteagle.bench.hf.time.perf_counter", lambda: next(clock))
     model = Model([[5, 6], [7, 8, 9]])
     decoder = HFDecoder(model, SamplingParams(), frozenset(), lookup=True)
     turn = decoder.turn([1, 2], 5)
     assert model.options["prompt_lookup_num_tokens"] == LOOKUP_TOKENS
     assert model.options["do_sample"] is False and model.options["eos_token_id"] is None
     assert (turn.tokens, turn.first, turn.passes) == ([5, 6, 7, 8, 9], 2, 1)
-    assert [n for n, _ in turn.chunks] == [3]
+    assert (turn.ttft, turn.seconds, turn.chunks) == (1.0, 2.0, ((3, 2.0),))
     assert decoder.tree is not None and decoder.tree.depth == LOOKUP_TOKENS
