@@ -202,9 +202,7 @@ class Context:
         """
         drafter, state = self.drafter, self.state
         n = len(self.cached) - self.shown
-        if drafter is None or not drafter.reads_features:
-            self.shown = len(self.cached)
-        elif keep_last or n > FEW_PAIRS:
+        if drafter is not None and drafter.reads_features and (keep_last or n > FEW_PAIRS):
             count = torch.tensor([n], device=self.device)
             seq_len = torch.tensor(len(self.cached), device=self.device)
             drafter.extend(Committed(state.tokens[:n], state.features[:n], count), seq_len)
