@@ -20,7 +20,7 @@ from typing import Any
 from fasteagle.errors import FasteagleError, first_line, note, reason_of, size_of
 
 PARTIAL = ".partial"  # ending of temporary folders
-UNUSED_SECONDS = 30 * 24 * 3600  # after which `mark_used` removes files
+UNUSED_SECONDS = 30 * 86_400.0  # see `remove_unused`
 
 
 def home() -> Path:
@@ -236,12 +236,19 @@ def remove_damaged(folder: Path) -> None:
 
 
 def mark_used(path: Path) -> None:
-    """Mark a part of the cache as used; remove those beside it that were not for 30 days."""
-    with contextlib.suppress(OSError):  # a cache that cannot be written stays as it is
+    """Mark a part of the cache as used for `remove_unused`."""
+    with contextlib.suppress(OSError):  # of another user, for example
         os.utime(path)
-        for other in path.parent.iterdir():
-            if time.time() - other.lstat().st_mtime > UNUSED_SECONDS:
-                shutil.rmtree(other) if other.is_dir() else other.unlink()
+
+
+def remove_unused(path: Path, notify: Callable[[str], None]) -> None:
+    """Remove parts of the cache of the kind of `path`, beside it, not used for 30 days."""
+    limit = time.time() - UNUSED_SECONDS
+    for old in path.parent.glob(f"[!.]*{path.suffix}"):  # others are being written
+        with contextlib.suppress(OSError):
+            if not old.is_symlink() and old.stat().st_mtime < limit:
+                notify(f"removing {old}: not used for 30 days")
+                shutil.rmtree(old) if old.is_dir() else old.unlink()
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from fasteagle.errors import FasteagleError
-from fasteagle.paths import compiled_dir, mark_used
+from fasteagle.paths import compiled_dir, mark_used, remove_unused
 
 SOURCE = Path(__file__).with_name("cpu") / "ops.cpp"  # includes the headers beside it
 TIME_LIMIT = 300.0  # seconds for the compiler; it takes about half a minute
@@ -158,6 +158,7 @@ def build(isa: Isa, namespace: str = NAMESPACE) -> Path:
                 temporary = path.with_suffix(".tmp")
                 _run(command(isa, namespace, temporary), TIME_LIMIT)
                 os.replace(temporary, path)
+                remove_unused(path, lambda line: None)
     mark_used(path)
     return path
 

@@ -5,12 +5,8 @@ Some checkpoints come quantized (GGUF, GPTQ, AWQ, our own folders) and run as th
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
-import os
-import shutil
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -29,12 +25,17 @@ from fasteagle.loading.tensors import (
     load_floats,
     weight_bytes,
 )
-from fasteagle.paths import atomic_dir, cache_dir, remove_damaged, require_free_space
+from fasteagle.paths import (
+    atomic_dir,
+    cache_dir,
+    mark_used,
+    remove_damaged,
+    remove_unused,
+    require_free_space,
+)
 from fasteagle.quant.packed import PackedWeight
 from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import Scheme, parse_scheme
-
-UNUSED_SECONDS = 30 * 86_400.0
 
 
 def with_scheme(
@@ -63,13 +64,12 @@ def with_scheme(
     folder = cache_dir() / "quantized" / name
     stored = _stored(folder, notify)
     if stored is None:
-        _prune(folder, notify)  # first: it makes room
+        remove_unused(folder, notify)  # first: it makes room
         notify(f"quantizing to {scheme.name} (once; kept in the user cache) ...")
         with atomic_dir(folder, shared=True) as temporary:
             write_folder(temporary, checkpoint, scheme, device, notify)
         stored = StoredFolder(folder)
-    with contextlib.suppress(OSError):  # of another user, for example
-        os.utime(folder)  # for `_prune`
+    mark_used(folder)
     # The folder stores the LM head in 16 bits; its precision is chosen at load.
     return stored.run_in(scheme)
 
@@ -93,16 +93,6 @@ def _stored(folder: Path, notify: Callable[[str], None]) -> StoredFolder | None:
         notify(f"weights in the user cache are damaged and are made again ({error})")
     remove_damaged(folder)
     return None
-
-
-def _prune(new: Path, notify: Callable[[str], None]) -> None:
-    """Remove folders beside `new` that nobody has used for a month."""
-    limit = time.time() - UNUSED_SECONDS
-    for old in new.parent.glob("[!.]*"):  # others are being written
-        with contextlib.suppress(OSError):
-            if old.is_dir() and not old.is_symlink() and old.stat().st_mtime < limit:
-                notify(f"removing {old}: not used for 30 days")
-                shutil.rmtree(old)
 
 
 def scheme_for(checkpoint: Checkpoint, quant: str, head_bits: int) -> Scheme:

@@ -27,6 +27,7 @@ from fasteagle.paths import (
     cache_dir,
     mark_used,
     only_writer,
+    remove_unused,
     require_no_model,
     require_writable,
     write_atomic,
@@ -235,6 +236,7 @@ def _features(
         compile_now(engine)
         return live_features(engine, conversations, aux_layers)
     if not all((folder / name).exists() for name in shards_of(conversations)):
+        remove_unused(folder, note)  # first: it makes room
         compile_now(engine)
     total, done = sum(len(c.ids) for c in conversations), 0
 
