@@ -343,7 +343,7 @@ def _header(metadata: dict[str, str], where: str) -> Header | None:
 
 def _described(name: str, raw: Raw, state: State, header: Header | None) -> HeadSource:
     """Describe a flat config and its tensors. Raises `FasteagleError` for heads that cannot run."""
-    state = {k: tensor for k, tensor in state.items() if "rotary_emb" not in k}
+    state = {k: t for k, t in state.items() if "rotary_emb" not in k}
     state = _renamed(name, state, lambda k: k.removeprefix("model."))
     refuse_others(name, raw, state)
     t2d, eagle3 = state.get("t2d"), tables.is_eagle3(raw, state)
@@ -365,23 +365,19 @@ def _described(name: str, raw: Raw, state: State, header: Header | None) -> Head
     layers = tables.dotted(raw).get(layout.layers) or None  # speculators writes [] as its default
     if layers is not None:
         if not (isinstance(layers, list) and all(type(i) is int for i in layers)):
-            where = f"{name}: {layout.layers}"
-            raise FasteagleError(
-                f"{where} is {layers!r}: must be a list of block numbers: fetch the head again"
-            )
+            where = f"{name}: {layout.layers} is {layers!r}"
+            raise FasteagleError(f"{where}: must be a list of block numbers: fetch the head again")
         layers = tuple(layer + layout.shift for layer in layers)
     return HeadSource(name, layout.name, raw, state, eagle3, header, layers, layout.shift == 1)
 
 
 def _renamed(where: str, state: State, name_of: Callable[[str], str]) -> State:
     """Return tensors under other names. Raises `FasteagleError` where two have the same name."""
-    renamed: State = {}
-    for key, tensor in state.items():
-        name = name_of(key)
-        if name in renamed:
-            raise FasteagleError(f"{where} holds {name} twice: fetch the head again")
-        renamed[name] = tensor
-    return renamed
+    names = [name_of(key) for key in state]
+    if len({*names}) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise FasteagleError(f"{where} holds {twice} twice: fetch the head again")
+    return dict(zip(names, state.values(), strict=True))
 
 
 def with_vocabulary(
