@@ -45,7 +45,11 @@ REQUESTS = [
     ("x", {"max_new_tokens": 0}, "max-new-tokens 0 is out of range"),
     ("x", {"temperature": -1}, "temperature -1 is out of range"),
     ("x", {"temperature": 1e-7}, "temperature 1e-07 is out of range: use 0 (greedy) or >= 1e-05"),
-    ("x", {"logit_bias": {260: 1.0}}, "260 is outside the vocabulary of 260: use 0 .. 259"),
+    (
+        "x",
+        {"logit_bias": {260: 1.0}},
+        "logit_bias: token id 260 is outside the vocabulary of 260: use 0 .. 259",
+    ),
     ("x", {"top_logprobs": -1}, "top_logprobs -1 is out of range"),
     ("x", {"presence_penalty": "hot"}, "presence_penalty 'hot' is out of range"),
     ("x", {"frequency_penalty": 2.1}, "frequency_penalty 2.1 is out of range: use -2 .. 2"),
