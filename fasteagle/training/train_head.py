@@ -236,7 +236,8 @@ def _features(
         compile_now(engine)
         return live_features(engine, conversations, aux_layers)
     if not all((folder / name).exists() for name in shards_of(conversations)):
-        remove_unused(folder, note)  # first: it makes room
+        if ranks.is_first:
+            remove_unused(folder, note)  # first: it makes room
         compile_now(engine)
     total, done = sum(len(c.ids) for c in conversations), 0
 
