@@ -203,6 +203,24 @@ class Attention(nn.Module):
         ops: Ops = CORE,
     ) -> Tensor:
         T, G, E = x.shape[0], self.n_kv_head, self.head_dim
+        q = self.write(x, cos, sin, slots, k_cache, v_cache, ops)
+        q = q.view(T, G, self.n_head // G, E).permute(1, 2, 0, 3)
+        y = ops.attend(q.reshape(G, -1, E), k_cache, v_cache, mask)  # [G, group * T, E]
+        y = y.view(G, -1, T, E).permute(2, 0, 1, 3)
+        return self.out(y.reshape(T, self.n_head * E))
+
+    def write(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        ops: Ops = CORE,
+    ) -> Tensor:
+        """Write the keys and values of x [T, D] into their slots; return its queries [T, H, E]."""
+        T, G, E = x.shape[0], self.n_kv_head, self.head_dim
         q, k, v = self.qkv(x).view(T, -1, E).split((self.n_head, G, G), dim=1)  # [T, H or G, E]
         if self.norm_whole:
             q = ops.norm(self.q_norm, q.flatten(1)).view(T, -1, E)
@@ -212,10 +230,7 @@ class Attention(nn.Module):
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         ops.write(k_cache, slots, k.transpose(0, 1))
         ops.write(v_cache, slots, v.transpose(0, 1))
-        q = q.view(T, G, self.n_head // G, E).permute(1, 2, 0, 3)
-        y = ops.attend(q.reshape(G, -1, E), k_cache, v_cache, mask)  # [G, group * T, E]
-        y = y.view(G, -1, T, E).permute(2, 0, 1, 3)
-        return self.out(y.reshape(T, self.n_head * E))
+        return q
 
 
 class MLP(nn.Module):
@@ -631,6 +646,15 @@ class EagleHead(nn.Module):
         """Return the LM head's input and the next features from the block's output [T, D]."""
         features = self.norm(x).to(dtype)
         return features, features
+
+    def show(
+        self, tokens: Tensor, features: Tensor, positions: Tensor, slots: Tensor, cache: KVCache
+    ) -> None:
+        """Write the keys and values of pairs, as `forward` does, and compute nothing else."""
+        cos, sin = self.rope_cos[positions].unsqueeze(1), self.rope_sin[positions].unsqueeze(1)
+        x, entry = self.enter(self.embedding(tokens), features)
+        entry = self.block.attention_norm(x) if entry is None else entry
+        self.block.attention.write(entry, cos, sin, slots, *cache.layers[0])
 
     def forward(
         self,

@@ -85,15 +85,15 @@ def test_a_changed_history_changes_the_pair_before_it(target, head):
     """The last common token has another one after it, which the draft head must see."""
     drafter = EagleDrafter(head, TreeShape(3, 4, 7), 512)
     engine, shown = Engine(target, 512, drafter=drafter), []
-    extend = drafter.extend
+    show = drafter.show
 
     def shows(new, seq_len):
         n = int(new.count)
         positions = range(int(seq_len) - n, int(seq_len))
         shown.extend(zip(positions, new.tokens[:n].tolist(), strict=True))
-        return extend(new, seq_len)
+        show(new, seq_len)
 
-    drafter.extend = shows
+    drafter.show = shows
     first, other = list(range(5, 25)), [*range(5, 15), 40, 41, 42]
     engine.prefill(first)
     assert shown == list(enumerate(first[1:]))

@@ -192,7 +192,7 @@ class Context:
             count = torch.tensor([len(part)], device=self.device)
             end = begin + at + len(part)
             new = Committed(tokens, read[at : at + len(part)], count)
-            drafter.extend(new, torch.tensor(end, device=self.device))
+            drafter.show(new, torch.tensor(end, device=self.device))
             self.shown = end  # not before: memory may be short for it
 
     def _show_pending(self, keep_last: bool = True) -> None:
@@ -205,7 +205,7 @@ class Context:
         if drafter is not None and drafter.reads_features and (keep_last or n > FEW_PAIRS):
             count = torch.tensor([n], device=self.device)
             seq_len = torch.tensor(len(self.cached), device=self.device)
-            drafter.extend(Committed(state.tokens[:n], state.features[:n], count), seq_len)
+            drafter.show(Committed(state.tokens[:n], state.features[:n], count), seq_len)
             self.shown = len(self.cached)
             if keep_last:
                 state.keep_last_pair(n)

@@ -128,6 +128,10 @@ class Drafter:
         """
         return None
 
+    def show(self, new: Committed, seq_len: Tensor) -> None:
+        """Observe pairs as `extend` does, where nothing is to be proposed after them."""
+        self.extend(new, seq_len)
+
     def propose(self, prediction: Any, state: DecodeState, spec: CycleSpec) -> DraftTree:
         """Return a tree of `spec.shape` under `state.root`."""
         raise NotImplementedError

@@ -157,6 +157,10 @@ class HeadDrafter(RankingDrafter):
         deepest = max(shape.depth for shape in self.shapes())
         self.cache.resize(n_tokens + self.tree_rows + deepest + 1)
 
+    def show(self, new: Committed, seq_len: Tensor) -> None:
+        rows = seq_len - new.count + torch.arange(len(new.tokens), device=seq_len.device)
+        self.head.show(new.tokens, self.head.read(new.features), rows, rows, self.cache)
+
     def _run(
         self,
         tokens: Tensor,

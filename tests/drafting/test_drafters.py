@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -25,7 +26,16 @@ from fasteagle.options import SamplingParams
 from fasteagle.sampling import SamplingMode, gumbel_noise
 from fasteagle.shapes import PAPER_TREE, TreeShape
 from fasteagle.tree import DraftTree, ancestor_mask
-from helpers import empty_state, pairs, propose, random_head, random_target, spec_of, tiny_config
+from helpers import (
+    eagle3_of,
+    empty_state,
+    pairs,
+    propose,
+    random_head,
+    random_target,
+    spec_of,
+    tiny_config,
+)
 from simulated_machine import CHAIN, SLOW, policy_of
 
 ASSETS = Path(__file__).parents[1] / "assets" / "golden"
@@ -115,6 +125,27 @@ def assert_tree(tree: DraftTree, t, name: str, seq_len: int) -> None:
     positions = t[f"{name}.tree_position_ids"]
     offset = 0 if positions.min() == 0 else seq_len
     assert (depths + offset).tolist() == positions.tolist()
+
+
+@pytest.mark.parametrize("algorithm", ["eagle1", "eagle3", "mtp"])
+def test_pairs_that_are_shown_leave_what_extending_leaves_and_compute_no_logits(algorithm):
+    target = random_target(tiny_config(qk_norm=True))
+    eagle3 = eagle3_of(algorithm, target.config)
+    head = random_head(target, eagle3=eagle3, mtp=algorithm == "mtp")
+    first, second = torch.randint(0, 60, (5,)), torch.randint(0, 60, (3,))
+    features = torch.randn(8, head.config.feature_dim)
+    caches = []
+    for shows in (False, True):
+        drafter = EagleDrafter(head, TreeShape(2, 2, 3), 64)
+        drafter.reserve(64)
+        for new, n in ((pairs(first, features[:5]), 5), (pairs(second, features[5:]), 8)):
+            if shows:
+                with mock.patch.object(head, "_lm_head", ()):
+                    drafter.show(new, torch.tensor(n))
+            else:
+                drafter.extend(new, torch.tensor(n))
+        caches.append(drafter.cache.rows[:, :, :8])
+    assert torch.equal(*caches) and caches[0].any(-1).all()
 
 
 class Indifferent(RankingDrafter):
