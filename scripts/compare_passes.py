@@ -14,6 +14,7 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import click
@@ -27,6 +28,7 @@ from fasteagle.options import RuntimeOptions
 from fasteagle.tables import print_table
 
 WARM, PASSES = 3, 12  # passes in a row: not counted, and counted
+SPIN = 0.02  # seconds after which a pass's threads, which wait for the next one, leave their cores
 READY = "ready"
 
 
@@ -112,6 +114,7 @@ def answer_requests(model: str, options: RuntimeOptions) -> None:
         for _ in range(WARM):
             measurement.verify(int(line))
         times = [measurement.verify(int(line)) for _ in range(PASSES)]
+        time.sleep(SPIN)
         print(statistics.median(times), flush=True)
 
 

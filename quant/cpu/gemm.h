@@ -52,6 +52,7 @@ struct Weight {
   // The values FAR ahead of the first ones of 16 outputs: how many bytes ahead they are, since
   // parameters lie between the values of 16 outputs, and how many blocks follow before parameters.
   int64_t far = 0, far_blocks = 0;
+  int64_t ahead = 0;  // bytes of whole 16 outputs, at least FAR
 
   Weight() = default;
   explicit Weight(const Tensor& packed, const Tensor* bias_ = nullptr) {
@@ -71,6 +72,7 @@ struct Weight {
     const int64_t step = h.bits * 4 * COLUMNS, n_far = FAR / step;
     far = n_far / blocks * h.stride + n_far % blocks * step;
     far_blocks = blocks - n_far % blocks;
+    ahead = (FAR + h.stride - 1) / h.stride * h.stride;
     base = h.base + (h.bits == 8 ? Dot<8, false>::bias - 128 : Dot<4, false>::bias);
     const int64_t of_values = blocks * step;
     const int64_t of_parameters = groups * COLUMNS * (h.wide ? 4 : 2);
@@ -91,14 +93,19 @@ struct Weight {
   };
 
   // Returns the parameters of PARTS * W of 16 outputs at `block`, from part `part`, and prefetches
-  // those of the next 16 outputs, which follow their values.
+  // those of the next 16 outputs, which follow their values, and to the L2 cache those `ahead`.
   template <int BITS>
   [[gnu::always_inline]] Parameters<BITS> parameters(const uint8_t* block, int64_t group,
                                                      int part) const {
     Parameters<BITS> result;
     const int64_t at = group * COLUMNS + part * W, bytes = at * (h.wide ? 4 : 2);
-    __builtin_prefetch(block + h.scales_at + bytes + h.stride);
-    if (BITS == 4) __builtin_prefetch(block + h.second_at + bytes + h.stride);
+    const uint8_t* next = block + bytes + h.stride;
+    to_l2(next + h.scales_at + ahead);
+    __builtin_prefetch(next + h.scales_at);
+    if (BITS == 4) {
+      to_l2(next + h.second_at + ahead);
+      __builtin_prefetch(next + h.second_at);
+    }
     for (int p = 0; p < PARTS<BITS>; p++) {
       result.scale[p] = parameter(block + h.scales_at, at + p * W);
       if constexpr (BITS == 4) {
