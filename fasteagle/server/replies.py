@@ -258,7 +258,9 @@ class ChatReply(Reply):
         delta = self._delta(self.text.finish(self.is_broken))
         if self.text.calls:
             delta["tool_calls"] = [{"index": i, **c} for i, c in enumerate(self._calls())]
-        yield self.envelope(self.chunk_kind, [self.choice(self.finish, None, delta=delta)])
+        if delta:  # apart: openai's helper looks for calls that are complete before it adds any
+            yield self.envelope(self.chunk_kind, [self.choice(None, None, delta=delta)])
+        yield self.envelope(self.chunk_kind, [self.choice(self.finish, None, delta={})])
 
     def _delta(self, piece: Piece) -> Json:
         delta = {"content": piece.content, "reasoning_content": piece.reasoning}

@@ -140,7 +140,9 @@ def test_openai(live, where, calls, plant):
         parsed = call.function.parsed_arguments
         assert isinstance(parsed, Trip) and (arguments is None or parsed == TRIP)
         with client.chat.completions.stream(**options, max_tokens=200) as stream:
+            kinds = [event.type for event in stream]
             (again,) = stream.get_final_completion().choices
+        assert kinds.count("tool_calls.function.arguments.done") == 1
         assert again.message.tool_calls[0].function.parsed_arguments == parsed
     plant(ANSWER)
     reply = client.chat.completions.parse(model=name, messages=MESSAGES, response_format=Trip)

@@ -42,7 +42,7 @@ def test_a_call_that_must_be_made(client, live, monkeypatch, template, choice):
     assert json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
     events = [e.choices[0] for e in ask(client, live, seed=1, stream=True, **options)]
     assert events[-1].finish_reason == "tool_calls"
-    (streamed,) = events[-1].delta.tool_calls
+    (streamed,) = events[-2].delta.tool_calls
     assert streamed.function.arguments == call.function.arguments and streamed.index == 0
     assert not any(e.delta.content for e in events)
     history = [
@@ -190,10 +190,10 @@ def test_several_calls_in_an_answer(client, live, plant, monkeypatch, template, 
     options = {} if parallel is None else {"parallel_tool_calls": parallel}
     options["max_tokens"] = 120 if n_calls == 1 else 160  # enough for what is wanted
     (whole,) = ask(client, live, **options).choices
-    *_, event = ask(client, live, stream=True, **options)
+    *_, event, last = ask(client, live, stream=True, **options)
     for calls, finish in (
         (whole.message.tool_calls, whole.finish_reason),
-        (event.choices[0].delta.tool_calls, event.choices[0].finish_reason),
+        (event.choices[0].delta.tool_calls, last.choices[0].finish_reason),
     ):
         cities = [json.loads(call.function.arguments)["city"] for call in calls]
         assert cities == ["Rome", "Oslo"][:n_calls] and finish == "tool_calls"
