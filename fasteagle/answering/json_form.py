@@ -22,15 +22,19 @@ BESIDE_PROPERTIES = {"$ref", "anyOf"}
 MAPS, LISTS = {"properties", "$defs", "definitions"}, {"anyOf", "prefixItems"}
 
 
-def json_form(schema: Any) -> Any:
-    """Return `schema` with at most one blank between tokens, and bounded numbers and objects."""
+def json_form(schema: Any, is_lenient: bool = False) -> Any:
+    """Return `schema` with at most one blank between tokens, and bounded numbers and objects.
+
+    Where `is_lenient`, llguidance ignores the keywords that it does not know.
+    """
     if not isinstance(schema, dict):
         return schema
     is_laid_over = any(
         LAID_OVER & part.keys() or ("properties" in part and BESIDE_PROPERTIES & part.keys())
         for part in _dictionaries(schema)
     )
-    return {"x-guidance": SPACING} | (schema if is_laid_over else _narrowed(schema))
+    options = {**SPACING, "lenient": is_lenient}
+    return {"x-guidance": options} | (schema if is_laid_over else _narrowed(schema))
 
 
 def _dictionaries(value: Any) -> Iterator[dict[str, Any]]:

@@ -222,7 +222,8 @@ def answer_grammar(
 ) -> GrammarSpec:
     """Return the grammar of an answer that may call `tools`, whose arguments obey their schemas.
 
-    With `must_call` the answer is one call. Else it is JSON of `schema` or, without that, text;
+    Keywords that llguidance does not know are an error only in schemas of strict functions. With
+    `must_call` the answer is one call. Else it is JSON of `schema` or, without that, text;
     once a call begins, its rest has to follow.
     """
 
@@ -244,8 +245,9 @@ def answer_grammar(
     rules += [f"begin: {form.begin}", f'call: / ?/ ({names}) / ?/ "}}" {form.end}']
     for i, function in enumerate(tool["function"] for tool in tools):
         name, key = (json.dumps(f'"{word}"') for word in (function["name"], form.key))
+        form_of_arguments = json_form(_parameters(function), is_lenient=not function.get("strict"))
         rules += [
             f'tool{i}: {name} / ?/ "," / ?/ {key} / ?/ ":" / ?/ arguments{i}',
-            f"arguments{i}: %json {json.dumps(json_form(_parameters(function)))}",
+            f"arguments{i}: %json {json.dumps(form_of_arguments)}",
         ]
     return GrammarSpec("grammar", "\n".join(rules))

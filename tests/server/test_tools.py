@@ -140,6 +140,22 @@ def test_what_an_answer_with_tools_may_be(live, form, mode):
         assert is_whole is (mode in modes), text
 
 
+def test_keywords_that_no_grammar_knows_bind_only_strict_calls(live):
+    """Tools of pydantic and zod have some, and are called beside those that are strict."""
+    numbers = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+    parameters = {"type": "object", "properties": {"numbers": numbers}, "required": ["numbers"]}
+    tags = {"name": "tags", "parameters": parameters}
+    tools = [{"type": "function", "function": tags}]
+    mask = live.llm.grammar(answer_grammar(HERMES, tools, must_call=True))
+    for numbers, is_right in (("[1, 1]", True), ('["a"]', False), ("1", False)):
+        text = '<tool_call>\n{"name": "tags", "arguments": {"numbers": '
+        ids = live.llm.tokenizer.encode(text + numbers + "}}")
+        assert (mask._matcher.deep_copy().try_consume_tokens(ids) == len(ids)) is is_right
+    tags["strict"] = True
+    with pytest.raises(FasteagleError, match="uniqueItems"):
+        live.llm.grammar(answer_grammar(HERMES, tools, must_call=True))
+
+
 @pytest.mark.parametrize("template", [QWEN, LLAMA], ids=["qwen", "llama"])
 def test_a_strict_call_obeys_its_schema_where_the_model_need_not_call(
     client, live, plant, monkeypatch, template
