@@ -291,15 +291,16 @@ class Planner:
         spec = self._form(body, default)
         if form is None:
             return spec, spec is None
+        is_json = spec is not None and spec.kind in ("json_schema", "json_object")
         if body.tool_choice in (None, "auto"):
-            if spec is not None and spec.kind in ("json_schema", "json_object"):
+            if spec is not None and is_json:
                 is_any = spec.kind == "json_object"
                 schema = {"type": "object"} if is_any else json.loads(spec.text)
                 return answer_grammar(form, tools, most_calls=most, schema=schema), False
             if spec is None and any(tool["function"].get("strict") for tool in tools):
                 return answer_grammar(form, tools, most_calls=most), True
             return spec, spec is None
-        if spec is not None:
+        if spec is not None and not is_json:  # JSON is the form of answers that are no call
             raise BadParameterError("tool_choice", "contradicts the form asked for")
         if isinstance(body.tool_choice, ChosenTool):
             name = body.tool_choice.function.name

@@ -60,6 +60,8 @@ def test_choices_that_are_refused(client, live, monkeypatch):
     assert ask(client, live, tool_choice="none").choices[0].message.content is not None
     monkeypatch.setattr(live.llm.tokenizer, "_template", QWEN)
     other = {"type": "function", "function": {"name": "other"}}
+    with pytest.raises(openai.BadRequestError, match="contradicts the form asked for"):
+        ask(client, live, tool_choice="required", extra_body={"guided_regex": "a"})
     with pytest.raises(openai.BadRequestError, match="there is no tool 'other'"):
         ask(client, live, tool_choice=other)
 
@@ -171,10 +173,12 @@ def test_a_strict_call_obeys_its_schema_where_the_model_need_not_call(
         (call.replace("Rome", "X"), strict, {"parallel_tool_calls": False}, "Oslo"),
         (call.replace("Rome", "X"), WEATHER, {"response_format": form}, "Oslo"),
         ('{"name": "Anna"}', WEATHER, {"response_format": form}, None),
+        (call, WEATHER, {"response_format": form, "tool_choice": "required"}, "Rome"),
+        (call, WEATHER, {"guided_json": NAMED, "tool_choice": "required"}, "Rome"),
         ("no call", strict, {}, None),
     ):
         plant(text)
-        (choice,) = ask(client, live, tools=[tool], **more).choices
+        (choice,) = ask(client, live, tools=[tool], extra_body=more).choices
         if city is None:
             assert (choice.message.content, choice.finish_reason) == (text, "stop")
             continue
