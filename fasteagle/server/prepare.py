@@ -307,7 +307,8 @@ class Planner:
             tools = [tool for tool in tools if tool["function"]["name"] == name]
             if not tools:
                 raise BadParameterError("tool_choice", f"there is no tool {name!r} among tools")
-        return answer_grammar(form, tools, must_call=True), False
+            most = 1
+        return answer_grammar(form, tools, must_call=True, most_calls=most), False
 
     def _form(self, body: Sampled, default: GrammarSpec | None) -> GrammarSpec | None:
         schema = body.guided_json

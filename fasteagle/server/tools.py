@@ -223,7 +223,7 @@ def answer_grammar(
     """Return the grammar of an answer that may call `tools`, whose arguments obey their schemas.
 
     Keywords that llguidance does not know are an error only in schemas of strict functions. With
-    `must_call` the answer is one call. Else it is JSON of `schema` or, without that, text;
+    `must_call` the answer is calls. Else it may be JSON of `schema` or, without that, text;
     once a call begins, its rest has to follow.
     """
 
@@ -232,7 +232,7 @@ def answer_grammar(
         return f"{begin} call {more}"
 
     if must_call:
-        rules = ["start: begin call"]
+        rules = [f"start: {calls('begin')}"]
     elif schema is not None:
         rules = [f"start: form | {calls('begin')}", f"form: %json {json.dumps(json_form(schema))}"]
     else:

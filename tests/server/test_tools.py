@@ -34,6 +34,7 @@ def test_a_call_that_must_be_made(client, live, monkeypatch, template, choice):
     monkeypatch.setattr(live.llm.tokenizer, "_template", template)
     named = {"type": "function", "function": {"name": "weather"}}
     options = {"tool_choice": "required" if choice == "required" else named, "temperature": 1.0}
+    options["parallel_tool_calls"] = False  # a random model would call until it is cut
     reply = ask(client, live, seed=1, **options)
     message = reply.choices[0].message
     assert reply.choices[0].finish_reason == "tool_calls" and message.content is None
@@ -99,6 +100,7 @@ MODES = {
     "auto": {},
     "one": {"most_calls": 1},
     "must": {"must_call": True},
+    "named": {"must_call": True, "most_calls": 1},
     "form": {"schema": NAMED},
 }
 
@@ -126,7 +128,7 @@ def test_what_an_answer_with_tools_may_be(live, form, mode):
         (call("stop", x=1), ()),
         (call("other"), ()),
         (right[:-3], ()),
-        (two, ("auto", "form")),
+        (two, ("auto", "form", "must")),
         ("text", ("auto", "one")),
         ('{"na', ("auto", "one")),
         ('{"name": "Anna"}', ("form", "auto", "one") if form is HERMES else ("form",)),
@@ -209,7 +211,7 @@ def test_several_calls_in_an_answer(client, live, plant, monkeypatch, template, 
     plant(("\n" if template == QWEN else "; ").join(calls))
     options = {} if parallel is None else {"parallel_tool_calls": parallel}
     options["max_tokens"] = 120 if n_calls == 1 else 160  # enough for what is wanted
-    (whole,) = ask(client, live, **options).choices
+    (whole,) = ask(client, live, **options, tool_choice="required").choices
     *_, event, last = ask(client, live, stream=True, **options)
     for calls, finish in (
         (whole.message.tool_calls, whole.finish_reason),
