@@ -8,22 +8,15 @@ from __future__ import annotations
 
 import functools
 import json
-import resource
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 from fasteagle.answering.json_form import json_form
 from fasteagle.errors import FasteagleError
+from fasteagle.trial import TRIAL_SECONDS, limit_process, run_trial
 
 MOST_CHARACTERS = 2**18  # most characters of a schema, a regular expression or a grammar
-TRIAL_SECONDS = 5
-TRIAL_MEMORY = 2**31
-TRIAL_STACK = 2**21  # less than a thread's, where tried grammars then recurse safely
-# Of Python's own path, and not of the folder in which the person is, whose files would be run.
-PACKAGE = str(Path(__file__).resolve().parents[2])
-TRIAL = f"import sys; sys.path.append({PACKAGE!r}); import {__name__} as trial; trial.main()"
 KNOWN_TRIALS = 256  # number of cached verdicts
 
 
@@ -81,25 +74,12 @@ def _tried(kind: str, text: str) -> str:
 
     Raises `FasteagleError` where time ran out: that is no verdict, for a machine can be busy.
     """
-    command = [sys.executable, "-P", "-c", TRIAL]
     try:
-        done = subprocess.run(
-            command, input=json.dumps([kind, text]).encode(), capture_output=True,
-            timeout=TRIAL_SECONDS,
-        )  # fmt: skip
+        reason = run_trial(__name__, [kind, text], TRIAL_SECONDS)
     except subprocess.TimeoutExpired:
         reason = f"not compiled within {TRIAL_SECONDS} seconds: use a simpler one"
         raise FasteagleError(f"{kind}: {reason}") from None
-    if done.returncode:
-        return "too complex to compile: use a simpler one"
-    return done.stdout.decode(errors="replace")
-
-
-def _limit(kind: Any, most: int) -> None:
-    """Lower a resource limit of this process to `most`, or to its hard limit if that is less."""
-    _, hard = resource.getrlimit(kind)
-    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-    resource.setrlimit(kind, (most, most))
+    return "too complex to compile: use a simpler one" if reason is None else reason
 
 
 def main() -> None:
@@ -107,9 +87,7 @@ def main() -> None:
     import llguidance  # of the extra [serve]
 
     kind, text = json.load(sys.stdin)
-    _limit(resource.RLIMIT_AS, TRIAL_MEMORY)
-    _limit(resource.RLIMIT_STACK, TRIAL_STACK)
-    _limit(resource.RLIMIT_CORE, 0)
+    limit_process()
     try:
         # Not `validate_grammar`: some grammars take long only where masks are made. A token for
         # each byte will do: what takes long is in the lexer, which goes by bytes.

@@ -15,6 +15,7 @@ from typing import Any
 from fasteagle.config_fields import Fields
 from fasteagle.errors import FasteagleError, first_line
 from fasteagle.loading.gguf_tokenizer import converted_gguf, in_one_line, transformers_library
+from fasteagle.loading.template_check import in_time, try_template
 from fasteagle.loading.tensors import read_json
 
 Message = Mapping[str, Any]  # {"role": "system" | "user" | "assistant", "content": text}
@@ -139,6 +140,11 @@ class ChatTokenizer:
         return {token: text for text, token in self._backend.get_vocab().items()}
 
     @property
+    def templates(self) -> list[str]:
+        """Sources of the chat templates: one, that for tools beside another, or none."""
+        return [text for text in (self._template, self._with_tools) if text]
+
+    @property
     def template(self) -> str:
         """Source of the chat template; empty where there is none."""
         return self._with_tools or self._template or ""
@@ -229,9 +235,10 @@ class ChatTokenizer:
         if tools or template != self._template:  # that for tools may go through them unasked
             more["tools"] = [_marked(tool, self._marks[1]) for tool in tools or ()]
         try:
-            text = self._backend.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt, **more
-            )
+            with in_time():
+                text = self._backend.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=add_generation_prompt, **more
+                )
             text.encode()  # a template may write half a character
         except Exception as error:  # jinja2's errors, and whatever a template raises on purpose
             raise FasteagleError(
@@ -311,7 +318,10 @@ def load_tokenizer(path: Path, template: str | None = None) -> ChatTokenizer:
         except StrictDataclassError as error:  # of a field that only transformers reads
             config = folder / "config.json"
             raise FasteagleError(f"{config}: {error.__cause__ or error}") from error
-    return ChatTokenizer(backend, _eos_ids(folder, backend), template)
+    tokenizer = ChatTokenizer(backend, _eos_ids(folder, backend), template)
+    for text in tokenizer.templates:
+        try_template(text)
+    return tokenizer
 
 
 def _eos_ids(folder: Path, backend: Any) -> frozenset[int]:

@@ -59,7 +59,7 @@ def test_what_is_right_is_tried_once(monkeypatch):
     for kind, text in (("json_object", ""), ("regex", "[ab]+"), ("json_schema", "{}")):
         grammar_check.try_grammar(kind, text)
         with monkeypatch.context() as patch:
-            patch.setattr(grammar_check.subprocess, "run", None)
+            patch.setattr(grammar_check, "run_trial", None)
             grammar_check.try_grammar(kind, text)
 
 

@@ -46,7 +46,6 @@ def test_every_end_of_text_id_counts(tiny_dir, tmp_path):
     ("template", "reason"),
     [
         ("{{ raise_exception('no system prompt, please') }}", "no system prompt, please"),
-        ("{{ 'x' * 10**14 }}", "MemoryError"),
         ("{{ '\\ud800' }}", "'utf-8' codec can't encode"),
     ],
 )
