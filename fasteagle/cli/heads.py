@@ -44,6 +44,8 @@ def run_inspect_head(
     files = named_head(path)
     opened = open_model(model, runtime_options) if model else None
     identity = None
+    if opened is not None:
+        opened.check(runtime_options)
     if opened is not None and runtime_options.quant is not None:
         identity = fingerprint(opened.prepared(runtime_options).checkpoint)
     target = None if opened is None else HeadTarget(opened.name, opened.checkpoint)

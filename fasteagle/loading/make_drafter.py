@@ -108,6 +108,8 @@ def _open_draft_model(
     if useless := [flag for flag, value in others.items() if value is not None]:
         raise FasteagleError(f"--draft-model drafts by itself: drop {' and '.join(useless)}")
     opened = open_model(draft.draft_model, notify=notify)
+    options = dataclasses.replace(runtime.at(draft.draft_precision), max_seq_len=None)
+    opened.check(options)
     _require_same_tokens(opened, target)
     ours, theirs = opened.checkpoint.config.params, target.checkpoint.config.params
     if ours >= theirs:
@@ -116,7 +118,6 @@ def _open_draft_model(
             f"{target.name} has {theirs / 1e6:,.0f}: guessing will cost more than it saves: use a "
             "smaller one"
         )
-    options = runtime.at(draft.draft_precision)
     max_seq_len = runtime.seq_len_for(target.checkpoint.config.max_seq_len, target.name)
     return opened.prepared(dataclasses.replace(options, max_seq_len=max_seq_len), notify)
 

@@ -36,6 +36,7 @@ def generate_data(
     conversations = Conversations(options)
     require_writable(options.out)
     opened = open_model(model, runtime)
+    opened.check(runtime)
     tokenizer = opened.tokenizer
     if options.self_written:
         user_prefix(tokenizer)  # refuses a template without one

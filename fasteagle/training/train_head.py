@@ -77,6 +77,7 @@ def _train_head(
     if device is not None and runtime_options.device == "auto":
         runtime_options = dataclasses.replace(runtime_options, device=device)
     opened = open_model(model, runtime_options)
+    opened.check(runtime_options)
     init = init_head(opened.checkpoint.config, run.init, options)
     data = _data(opened, runtime_options, run, options.draft_vocab_size)
     runtime = opened.loaded(runtime_options)

@@ -18,7 +18,8 @@ TRAIN, CALIBRATE = "train-head --out DIR/out", "calibrate-head --precision int4-
 BENCH = "bench --no-compile --precision fp32"
 
 # The command, its options, what the one line says. DIR is a folder, DIR/text a file of words, HEAD
-# the head of another model, LONG a text of 5,000 characters; the other files say what they are.
+# the head of another model, TINY the model, LONG a text of 5,000 characters, NINES a number of as
+# many digits; the other files say what they are.
 REFUSED = [
     (CHAT, "--precision int3", "3 bits have no kernel"),
     (CHAT, "--precision int4-g128", "groups of 128 do not divide"),
@@ -27,6 +28,11 @@ REFUSED = [
     (CHAT, "--dtype fp32", "--dtype is gone: use --precision fp32"),
     (CHAT, "--precision auto-lm4", "-lm4 and -lm16 are parts of a quantized precision"),
     (CHAT, "--draft-model x --draft-precision int3", "3 bits have no kernel"),
+    (CHAT, "--draft-model TINY --draft-precision auto-lm4", "-lm4 and -lm16 are parts of"),
+    (TRAIN, "--data DIR/talk --precision auto-lm4", "-lm4 and -lm16 are parts of"),
+    ("generate-data --self --tokens 9", "--out DIR/g --precision auto-lm4", "-lm4 and -lm16 are p"),
+    ("eval --text DIR/text", "--precision fp32,auto-lm4", "-lm4 and -lm16 are parts of"),
+    ("inspect-head HEAD", "--precision auto-lm4", "-lm4 and -lm16 are parts of"),
     (EVAL, "--tokens 600 --window 513", "window 513 is more than the context of"),
     (CHAT, "--regex '('", "regex: "),
     (CHAT, "--think", "has no thinking switch"),
@@ -199,7 +205,8 @@ def places(tmp_path_factory):
     (folder / "head").mkdir()
     shape = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
     (folder / "head" / "config.json").write_text(json.dumps({**shape, "vocab_size": 260}))
-    return {"DIR": str(folder), "HEAD": str(folder / "head"), "LONG": "x" * 5000}
+    texts = {"LONG": "x" * 5000, "NINES": "9" * 5000}
+    return {"DIR": str(folder), "HEAD": str(folder / "head"), **texts}
 
 
 @pytest.mark.parametrize(("command", "options", "message"), REFUSED)
@@ -209,7 +216,7 @@ def test_refused_before_anything_is_loaded(
     monkeypatch.setattr(hub, "ANSWER_SECONDS", 0.2)
     monkeypatch.setattr(OpenedModel, "prepared", lambda *a: pytest.fail("the model was loaded"))
     arguments = shlex.split(f"{command} {options}")
-    for name, text in places.items():
+    for name, text in {**places, "TINY": str(tiny_dir)}.items():
         arguments = [argument.replace(name, text) for argument in arguments]
         message = message.replace(name, text)
     if "--model" not in arguments:
