@@ -149,7 +149,7 @@ class RuntimeOptions:
         check(self)
         require(
             bool(re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device))),
-            f"device {self.device!r} is not supported: use auto, cpu, cuda or cuda:N",
+            f"device {shown(self.device)} is not supported: use auto, cpu, cuda or cuda:N",
         )
         cores = os.cpu_count() or 1
         require(  # threads that wait for each other's cores take a hundred times as long

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable
 
 from fasteagle.config import HeadConfig, ModelConfig
-from fasteagle.errors import FasteagleError
+from fasteagle.errors import FasteagleError, shown
 from fasteagle.options import RuntimeOptions
 
 GROUP_SIZES = (128, 64, 32)
@@ -117,7 +117,7 @@ def check_scheme_name(name: str) -> None:
         return
     match = _PATTERN.fullmatch(name)
     if match is None:
-        raise FasteagleError(f"quantization {name!r} is unknown: use for example {EXAMPLES}")
+        raise FasteagleError(f"quantization {shown(name)} is unknown: use for example {EXAMPLES}")
     bits, group = int(match["bits"]), int(match["group"] or 0)
     method = match["method"] or "minmax"
     if bits not in (4, 8):

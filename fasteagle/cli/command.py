@@ -17,7 +17,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from fasteagle.errors import FasteagleError, is_out_of_memory, require_linux
+from fasteagle.errors import LONGEST_SHOWN, FasteagleError, cut, is_out_of_memory, require_linux
 from fasteagle.paths import more_space
 
 
@@ -69,7 +69,8 @@ def _in_one_line() -> Iterator[None]:
             near = [each for each in error.possibilities if each in shown]
             error = click.NoSuchOption(error.option_name, None, near, error.ctx)
         command = error.ctx.command_path if error.ctx is not None else "fasteagle"
-        problem = " ".join(error.format_message().split()).rstrip(".?")
+        words = (cut(word, LONGEST_SHOWN) for word in error.format_message().split())
+        problem = " ".join(words).rstrip(".?")
         raise UserError(f"{problem}: see `{command} --help`") from error
     except FasteagleError as error:
         raise UserError(str(error)) from error
