@@ -93,6 +93,16 @@ def _in_one_line() -> Iterator[None]:
         raise
 
 
+def _require_working_folder() -> None:
+    """Raise `FasteagleError` where the working folder was removed: MKL ends the process there."""
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise FasteagleError(
+            "the folder in which this was started has been removed: change to another (cd)"
+        ) from error
+
+
 def _shown(parameter: click.Parameter) -> list[str]:
     """Return the flags of an option that help shows; none of a hidden one."""
     hidden = isinstance(parameter, click.Option) and parameter.hidden
@@ -118,6 +128,7 @@ class Script(click.Command):
                 sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
             if sys.stdout is None:
                 raise FasteagleError("standard output is closed: give it a file, or /dev/null")
+            _require_working_folder()
             return super().invoke(ctx)
 
 

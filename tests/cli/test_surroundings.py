@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 
 import pytest
@@ -77,6 +78,24 @@ def test_a_stream_that_is_closed(tiny_dir, stream, options, code, message, monke
     said = capsys.readouterr()
     assert ended.value.code == code and re.match(message, said.err), said.err
     assert bool(said.out) == (code == 0) and "loaded in" not in said.out  # but the answer
+
+
+@pytest.mark.parametrize("command", ["models", "chat -p hi"])
+def test_a_working_folder_that_was_removed_costs_one_line(tmp_path, command):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    code = f"""
+        import os, sys
+        os.rmdir(os.getcwd())
+        sys.argv[1:] = {command.split()}
+        from fasteagle.__main__ import run
+        run()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], cwd=folder, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert "folder in which this was started has been removed: change to another" in done.stderr
 
 
 @pytest.mark.parametrize("place", ["a file", "read-only"])
