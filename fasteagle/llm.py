@@ -153,7 +153,7 @@ class LLM:
 
         With `stream`, yields chunks as they come. Raises `FasteagleError` for invalid arguments.
         """
-        arguments = read_keywords(keywords, stream=stream, think=think)
+        arguments = read_keywords("chat", keywords, stream=stream, think=think)
         prompt = self._prompt_of(messages, think, arguments["spec"])
         return self._run(prompt.ids, stream, arguments, prompt.text)
 
@@ -221,7 +221,8 @@ class LLM:
         **keywords: Unpack[AnswerKeywords],
     ) -> Answer | Iterator[Chunk]:
         """Continue a text, or token ids, without the chat template."""
-        return self._run(self._ids(prompt), stream, read_keywords(keywords, stream=stream))
+        arguments = read_keywords("generate", keywords, stream=stream)
+        return self._run(self._ids(prompt), stream, arguments)
 
     def _ids(self, prompt: str | Sequence[int]) -> list[int]:
         """Return the token ids of a prompt; raise `FasteagleError` if it is none."""
@@ -242,7 +243,7 @@ class LLM:
         """Answer several conversations, up to `size` of them at once; see `generate_batch`."""
         self._check_open()
         several = listed("conversations", conversations)
-        arguments = read_keywords(keywords, think=think)
+        arguments = read_keywords("chat_batch", keywords, think=think)
         prompts = [self._prompt_of(one, think, arguments["spec"]).ids for one in several]
         return self._run_batch(prompts, size, arguments)
 
@@ -260,7 +261,7 @@ class LLM:
         """
         self._check_open()
         ids = [self._ids(one) for one in listed("prompts", prompts)]
-        return self._run_batch(ids, size, read_keywords(keywords))
+        return self._run_batch(ids, size, read_keywords("generate_batch", keywords))
 
     def _run_batch(
         self, prompts: Sequence[list[int]], size: int, arguments: dict[str, Any]

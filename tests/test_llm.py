@@ -148,9 +148,18 @@ def test_logit_bias_with_and_without_speculation(llm):
     assert free[0] not in banned.tokens
 
 
-def test_an_unknown_keyword_is_a_type_error(llm):
-    with pytest.raises(TypeError, match="temprature"):
-        llm.chat("hello", temprature=1)
+@pytest.mark.parametrize("method", ["chat", "generate", "chat_batch", "generate_batch"])
+def test_an_unknown_keyword_is_a_type_error(llm, method):
+    prompt = ["hello"] if "batch" in method else "hello"
+    call = getattr(llm, method)
+    reason = r"got an unexpected keyword argument 'temprature'; did you mean 'temperature'\?$"
+    with pytest.raises(TypeError, match=rf"^{method}\(\) {reason}"):
+        call(prompt, temprature=1)
+
+
+def test_a_flag_with_a_slip_is_a_type_error(llm):
+    with pytest.raises(TypeError, match="'strem'; did you mean 'stream'"):
+        llm.chat("hello", strem=True)
 
 
 def test_a_policy_decides_from_the_first_token_on(tiny_dir):

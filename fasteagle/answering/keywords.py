@@ -10,7 +10,7 @@ from numbers import Integral, Real
 from os import PathLike, fspath
 from typing import Any, TypedDict, TypeVar
 
-from fasteagle.errors import FasteagleError, shown
+from fasteagle.errors import FasteagleError, shown, suggest
 from fasteagle.option_fields import require
 from fasteagle.options import AnswerOptions, GrammarSpec, SamplingParams, fresh_seed
 
@@ -47,12 +47,15 @@ class AnswerKeywords(TypedDict, total=False):
     speculate: bool
 
 
-def read_keywords(keywords: AnswerKeywords, **flags: bool | None) -> dict[str, Any]:
+def read_keywords(method: str, keywords: AnswerKeywords, **flags: bool | None) -> dict[str, Any]:
     """Return the arguments of `LLM.made_request` after the prompt; check `flags`, too.
 
-    Raises `FasteagleError`; for unknown keywords `TypeError`.
+    Raises `FasteagleError`; for keywords that `method` does not know `TypeError`.
     """
     left: dict[str, Any] = {**keywords}
+    if unknown := min(left.keys() - AnswerKeywords.__annotations__.keys(), default=None):
+        near = suggest(unknown, [*AnswerKeywords.__annotations__, *flags])
+        raise TypeError(f"{method}() got an unexpected keyword argument {unknown!r}{near}")
     for name, value in {**flags, "speculate": left.get("speculate")}.items():
         is_flag = value is None or isinstance(value, bool)  # the text "off" would count as True
         require(is_flag, f"{name} {shown(value)} is neither True nor False")
