@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fasteagle.errors import FasteagleError, first_line
+from fasteagle.errors import FasteagleError, first_line, shown
 from fasteagle.loading.gguf_index import read_index
 from fasteagle.paths import atomic_dir, cache_dir, remove_damaged
 
@@ -45,14 +45,14 @@ def in_one_line(problem: str) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit, FasteagleError):
         raise
     except BaseException as error:  # a panic in tokenizers is no `Exception`
-        raise FasteagleError(f"{problem} ({_reason(error)})") from error
+        raise FasteagleError(f"{problem} ({_reason(error)}): use other files of it") from error
 
 
 def _reason(error: BaseException) -> str:
     """Return why transformers cannot load a tokenizer, for example code that we never run."""
     if "custom code" in str(error):
         return "its files want Python code of their own to be run (auto_map), which is never done"
-    return first_line(error)
+    return f"{error} is missing" if isinstance(error, KeyError) else first_line(error)
 
 
 def converted_gguf(path: Path) -> Path:
@@ -107,9 +107,9 @@ def set_pre_tokenizer(backend: Any, path: Path) -> None:
     if fields.get("tokenizer.ggml.model") != "gpt2":
         return
     name = fields.get("tokenizer.ggml.pre", "default")
-    if name not in _PRE_TOKENIZERS:
+    if not isinstance(name, str) or name not in _PRE_TOKENIZERS:
         raise FasteagleError(
-            f"{path}: GGUF pre-tokenizer {name!r} is not supported "
+            f"{path}: GGUF pre-tokenizer {shown(name)} is not supported "
             f"({', '.join(_PRE_TOKENIZERS)} are): use the model's Hugging Face folder"
         )
     rule = _PRE_TOKENIZERS[name]

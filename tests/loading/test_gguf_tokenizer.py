@@ -137,6 +137,26 @@ def test_unknown_gguf_splitting_rule_is_refused(tmp_path):
         load_tokenizer(path)
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, r"its tokenizer cannot be converted \('tokens' is missing\): use other files of it"),
+        (
+            {"tokens": ["a", "b", "ab"], "merges": ["a b"], "pre": ["smollm"]},
+            r"GGUF pre-tokenizer \['smollm'\] is not supported",
+        ),
+    ],
+)
+def test_fields_that_are_missing_or_of_a_wrong_type(tmp_path, fields, message):
+    writer = GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_tokenizer_model("gpt2")
+    for name, value in fields.items():
+        writer.add_array(f"tokenizer.ggml.{name}", value)
+    finish(writer)
+    with pytest.raises(FasteagleError, match=message):
+        load_tokenizer(tmp_path / "m.gguf")
+
+
 def test_a_file_that_has_changed_is_converted_again(tmp_path):
     """Also where it has the same size."""
     path = tmp_path / "m.gguf"
