@@ -9,6 +9,8 @@ Shapes: T tree rows, V target vocabulary, D deepest level.
 
 from __future__ import annotations
 
+import zlib
+
 import torch
 from torch import Tensor
 
@@ -18,7 +20,6 @@ from fasteagle.tree import DraftTree, Proposal
 from fasteagle.verify import PAD, Accepted, seen_rows
 
 DRAFT_STREAM = 0x5DEECE66D  # changes the seed for sampling children
-ACCEPT_STREAM = 0x9E3779B97F4A7C15
 
 
 def accept_sampled(
@@ -46,7 +47,8 @@ def multi_round(
     with q without the rejected child. When none is left, the token comes from what remains of p;
     it is `BAD_ROW` where p is not finite.
     """
-    generator = torch.Generator().manual_seed((seed ^ ACCEPT_STREAM ^ (position << 20)) % 2**63)
+    # The generator reads 32 bits of its seed.
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {position}".encode()))
     tokens, parents, valid = (t.tolist() for t in tree[:3])
     rows, emitted = [0], []
     while True:

@@ -6,10 +6,13 @@ import itertools
 
 import torch
 
-from fasteagle.multi_round import multi_round
-from fasteagle.sampling import BAD_ROW
+from fasteagle.multi_round import accept_sampled, multi_round
+from fasteagle.options import SamplingParams
+from fasteagle.sampling import BAD_ROW, SamplingMode
+from fasteagle.state import CycleSpec
 from fasteagle.tree import DraftTree, Proposal
 from fasteagle.verify import PAD, accept, seen_rows
+from helpers import empty_state, random_target, tiny_config
 
 
 def test_accept_follows_the_drawn_tokens():
@@ -41,16 +44,63 @@ def test_padding_is_never_accepted():
 
 
 def test_multi_round_emits_the_targets_distribution():
-    """Chi-square of first tokens below two sampled children; a wrong residual would shift them."""
-    p, q = torch.tensor([[0.1, 0.2, 0.3, 0.4]] * 3), torch.tensor([[0.4, 0.3, 0.2, 0.1]] * 3)
+    """Chi-square of tokens below sampled children; a wrong residual would shift them.
+
+    Two children of the root, one below the first of them, and padding there that is none.
+    """
+    p = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.4, 0.1, 0.3, 0.2], *[[0.25] * 4] * 3])
+    q = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.1, 0.4, 0.1, 0.4], *[[0.25] * 4] * 3])
+    parents, valid = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([True, True, True, True, False])
     generator, n = torch.Generator().manual_seed(0), 4000
-    counts = torch.zeros(4)
+    counts = torch.zeros(2, 4)
     for seed in range(n):
         children = torch.multinomial(q[0], 2, generator=generator)
-        tokens = torch.cat((torch.tensor([0]), children))
-        tree = DraftTree(tokens, torch.tensor([0, 0, 0]), torch.ones(3).bool())
-        counts[multi_round(p, q, tree, 1, seed, 7).emitted[0]] += 1
-    assert ((counts - p[0] * n) ** 2 / (p[0] * n)).sum() < 16.27  # 99.9 % point of 3 degrees
+        below = torch.multinomial(q[1], 1, generator=generator)
+        tokens = torch.cat((torch.tensor([0]), children, below, torch.tensor([0])))
+        got = multi_round(p, q, DraftTree(tokens, parents, valid), 2, seed, 7)
+        assert got.count == (got.emitted != PAD).sum()
+        counts[0, got.emitted[0]] += 1
+        if got.rows[1] == 1:
+            counts[1, got.emitted[1]] += 1
+    for seen, expected in zip(counts, p, strict=False):
+        expected = expected * seen.sum()
+        assert ((seen - expected) ** 2 / expected).sum() < 16.27  # 99.9 % of 3 degrees
+
+
+def test_multi_round_draws_anew_for_each_seed_and_position():
+    """The numbers of a generator follow from 32 bits of its seed only."""
+    p, tree = torch.full((1, 2**20), 2.0**-20), DraftTree(*torch.zeros(3, 1, dtype=torch.long))
+    drawn = [
+        int(multi_round(p, p, tree, 0, seed, position).emitted[0])
+        for seed, position in (
+            (5, 7),
+            (5, 8),
+            (5, 7 + 2**12),
+            (6, 7),
+            (5 + 2**32, 7),
+            (5 + 2**20, 6),
+        )
+    ]
+    assert len(set(drawn)) == len(drawn)
+
+
+def test_multi_round_after_all_that_the_draft_head_may_draw():
+    """A second child that the draft head could not have drawn is accepted like any other."""
+    p, q = torch.tensor([[0.0, 1.0]] * 3), torch.tensor([[1.0, 0.0]] * 3)
+    tree = DraftTree(torch.tensor([0, 0, 1]), torch.tensor([0, 0, 0]), torch.ones(3).bool())
+    assert multi_round(p, q, tree, 1, 3, 7).emitted.tolist() == [1, 1]
+
+
+def test_multi_round_penalizes_tokens_that_were_seen():
+    """All but one token of the text were seen before; after that one all are equal."""
+    state = empty_state(random_target(tiny_config()))
+    state.sampling.load(params := SamplingParams(1.0, repetition_penalty=100.0))
+    state.seen.fill_(True)[0, 9] = False
+    kind = SamplingMode.of(params, V := state.seen.shape[1])
+    tree = DraftTree(torch.tensor([5]), torch.tensor([0]), torch.tensor([True]), torch.zeros(1, V))
+    spec = CycleSpec(None, 0, kind)
+    got = accept_sampled(state, spec, Proposal.of(tree), torch.full((1, V), 50.0))
+    assert got.emitted.tolist() == [9]
 
 
 def test_multi_round_ends_a_path_where_the_target_has_no_probabilities():
