@@ -65,7 +65,6 @@ def multi_round(
                 accepted = child
                 break
             p = _normalized((p - q).clamp(min=0), p)
-            q = q.clone()
             q[token] = 0
             q = _normalized(q, q)
         if accepted is None:
