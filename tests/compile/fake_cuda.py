@@ -10,6 +10,8 @@ import itertools
 
 import torch
 
+OWN_DEVICE = 1  # of two
+
 
 class FakeCuda:
     """Pools with their users; `refusing` captures to come fail at their begin, for `reason`."""
@@ -21,6 +23,7 @@ class FakeCuda:
         self.refusing = 0
         self.reason = "CUDA error: operation not permitted"
         self.refused = 0
+        self.order: list[str] = []  # in which streams and events wait
         fake, handles = self, itertools.count(1)
 
         class Stream:
@@ -28,10 +31,28 @@ class FakeCuda:
                 fake.streams += 1
 
             def wait_stream(self, other) -> None:
-                pass
+                fake.order.append("current waits" if self is current else "side waits")
 
             def synchronize(self) -> None:
+                fake.order.append("host waits")
+
+        class Event:
+            is_over, ticks = False, itertools.count()
+
+            def __init__(self, enable_timing=False) -> None:
                 pass
+
+            def record(self, stream=None) -> None:
+                fake.order.append("event")
+                self.at = next(self.ticks)
+
+            def synchronize(self) -> None:
+                fake.order.append("host waits for event")
+                self.is_over = True
+
+            def elapsed_time(self, end) -> float:
+                assert end.is_over
+                return end.at - self.at
 
         class Graph:
             pool = None
@@ -40,6 +61,8 @@ class FakeCuda:
                 if fake.users.get(pool) == 0:
                     raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")
                 assert not fake.allocating, "an earlier capture has not ended"
+                assert capture_error_mode == "thread_local", "other threads use the device"
+                fake.order.append("capture")
                 fake.users[pool] = fake.users.get(pool, 0) + 1
                 fake.allocating.add(pool)
                 if fake.refusing:
@@ -64,11 +87,13 @@ class FakeCuda:
         self.streams = 0
         for name, value in {
             "Stream": Stream,
+            "Event": Event,
             "CUDAGraph": Graph,
             "graph_pool_handle": lambda: next(handles),
             "current_stream": lambda device: current,
             "stream": lambda stream: contextlib.nullcontext(),
-            "current_device": lambda: 0,
+            "device": lambda device: contextlib.nullcontext(),
+            "current_device": lambda: OWN_DEVICE,
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
         on_cpu = lambda *size, **options: zeros(*size, **options | {"device": "cpu"})  # noqa: E731
@@ -76,4 +101,5 @@ class FakeCuda:
         monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self._end, raising=False)
 
     def _end(self, device, pool) -> None:
+        assert device == OWN_DEVICE
         self.allocating.discard(pool)

@@ -60,6 +60,7 @@ def test_a_capture_that_fails_leaves_a_new_pool_behind(cuda, place):
     assert not cuda.allocating and replay is not None
     graphs.capture(nothing, nothing)
     assert len(cuda.users) == 2 and not cuda.allocating
+    assert cuda.streams == 2, "the first may be left in capture mode"
 
 
 def test_a_pool_that_cannot_be_opened_is_opened_the_next_time(cuda):
@@ -69,6 +70,25 @@ def test_a_pool_that_cannot_be_opened_is_opened_the_next_time(cuda):
         graphs.capture(nothing, nothing)
     graphs.capture(nothing, nothing)
     assert not cuda.allocating
+
+
+def test_a_capture_is_between_what_runs_before_it_and_after_it(cuda):
+    """It is on a stream of its own, and its warm-up changes what the step changes."""
+    graphs, runs = CudaGraphs(torch.device("cuda")), []
+    graphs.capture(lambda: runs.append("step"), lambda: runs.append("restore"))
+    assert runs == ["step", "restore", "step"]
+    pool, step = ["host waits", "capture"], ["host waits", "capture"]
+    assert cuda.order == ["side waits", *pool, *step, "current waits"]
+
+
+def test_results_and_times_are_read_when_the_device_has_made_them(cuda, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    graphs, result = CudaGraphs(torch.device("cuda")), torch.tensor([3, 4])
+    place = graphs.place(result)
+    place.fill(result)
+    result.zero_()
+    assert place.read() == [3, 4] and cuda.order == ["event", "host waits for event"]
+    assert graphs.milliseconds(nothing) == 1
 
 
 class Graphs(CudaGraphs):
@@ -93,13 +113,16 @@ def engine(cuda):
     ("reason", "tries"),
     [("operation not permitted", (2, 4, 4)), ("out of memory", (1, 2, 3, 4, 4))],
 )
-def test_a_cycle_is_tried_once_more_with_other_code_and_then_no_more(cuda, engine, reason, tries):
+def test_a_cycle_is_tried_once_more_with_other_code_and_then_no_more(
+    cuda, engine, reason, tries, monkeypatch
+):
     """Each failure leaves a pool behind that nothing frees."""
     runner = engine.runner
+    monkeypatch.setattr(engine.backend, "advised", lambda head: "use --int4")
     cuda.refusing, cuda.reason = 100, f"CUDA error: {reason}"
-    gives_up = f"{cuda.reason} (failed 4 times, not tried again)"
+    line = cuda.reason + ": use --int4" * ("memory" in reason)
     for refused in tries:
-        said = gives_up if refused == 4 else cuda.reason
+        said = f"{line} (failed 4 times, not tried again)" if refused == 4 else line
         engine.prepare(SamplingParams())
         assert cuda.refused == refused and runner.captured == 0
         assert runner.error == said
@@ -232,17 +255,33 @@ def test_what_is_compiled_replaces_the_graphs_of_siblings(cuda, engine):
     engine.runner.use_compiled({(None, engine.spec(None, SamplingMode())): pieces})
     sibling.prepare(SamplingParams())
     assert counted.called and sibling.runner.captured == 1
+    captures = sibling.runner.captures
+    sibling.prepare(SamplingParams())
+    assert sibling.runner.captures == captures, "they are replaced once"
 
 
-def test_a_cache_of_another_size_at_the_same_address_is_another(cuda, engine):
+def test_a_cache_of_another_size_or_at_another_address_is_another(cuda, engine):
     spec = engine.spec(None, SamplingMode())
 
-    def drafter(n_slots):
-        rows = SimpleNamespace(data_ptr=lambda: 4096)
+    def drafter(n_slots, address):
+        rows = SimpleNamespace(data_ptr=lambda: address)
         return SimpleNamespace(caches=[SimpleNamespace(rows=rows, n_slots=n_slots)])
 
-    keys = [engine.runner._key(spec, drafter(n)) for n in (256, 512)]
-    assert keys[0][2] != keys[1][2]
+    caches = (256, 4096), (512, 4096), (256, 8192)
+    assert len({engine.runner._key(spec, drafter(*cache))[2] for cache in caches}) == 3
+
+
+def test_the_second_attempt_at_a_capture_begins_where_the_first_did(cuda, engine):
+    place, begun = torch.zeros(()), []
+
+    def step():
+        begun.append(float(place))
+        place.add_(1)
+        if len(begun) == 1:
+            raise RuntimeError("spoiled")
+
+    engine.runner._capture(step, lambda: place.zero_())
+    assert begun == [0, 0, 0]
 
 
 @pytest.mark.parametrize("refusing", [0, 100])
@@ -270,6 +309,29 @@ def test_captures_that_were_spoiled_now_and_then_go_on(cuda, engine):
         assert engine.runner.captured == 1 and cuda.refused == spoiled
         assert engine.runner.error is None
         engine.runner.forget()
+
+
+def test_the_time_of_a_replay_is_the_median_of_runs_from_the_same_state(monkeypatch):
+    runner = captured_engine(random_target(tiny_config()), 64).runner
+    place, begun, times = torch.zeros(()), [], iter([5.0, 1.0, 9.0, 2.0, 3.0])
+
+    def work():
+        begun.append(place.clone())
+        place.add_(1)
+
+    monkeypatch.setattr(runner.graphs, "milliseconds", lambda replay: replay() or next(times))
+    assert runner.timed(work, place.zero_) == 3
+    assert len(begun) > 5 and not any(begun)
+
+
+def test_the_time_of_a_cycle_that_waited_for_a_capture_is_not_its_own(cuda, engine):
+    """Nor that of one which was launched before, and is read after the capture."""
+    engine.prefill([1, 2, 3])
+    greedy, drawn = (engine.spec(None, SamplingMode(greedy=greedy)) for greedy in (True, False))
+    for specs, alone in (((greedy,), False), ((greedy, drawn), False), ((drawn, greedy), True)):
+        for spec in specs:
+            engine.runner.launch(spec, None)
+        assert [engine.runner.read().alone for _ in specs] == [alone] * len(specs)
 
 
 @pytest.mark.gpu

@@ -261,14 +261,23 @@ def test_parts_that_cannot_be_captured_run_without_a_graph(engine):
     assert not any(several.engines[0].runner._split.values())
 
 
-def test_parts_of_sampling_modes_that_are_not_stored_any_more_are_dropped(engine):
+@pytest.mark.parametrize(("n", "table"), [(1, "_replays"), (2, "_split")], ids=str)
+def test_graphs_of_sampling_modes_that_are_not_stored_any_more_are_dropped(engine, n, table):
     for params in (GREEDY, DRAWN, SamplingParams(0.8, top_p=0.9)):
         several = Batch(engine, 2)
-        for i in range(2):
+        for i in range(n):
             ask_for = functools.partial(Engine.generate, prompt=PROMPTS[i], params=params)
             several.begin(i, PROMPTS[i], 64, functools.partial(ask_for, max_new_tokens=8))
         finished(several)
-    assert len({spec.kind for _, spec, *_ in engine.runner._split}) == MOST_KINDS
+    graphs = getattr(engine.runner, table)
+    assert len({spec.kind for _, spec, *_ in graphs}) == MOST_KINDS
+
+
+def test_beside_others_a_cycle_of_a_mode_that_was_prepared_needs_nothing(engine):
+    engine.prepare(GREEDY)
+    engine.runner.accompanied = True
+    needs = [engine.runner.needs([engine.spec(None, SamplingMode(g))], None) for g in (True, False)]
+    assert needs == [False, True]
 
 
 def test_a_part_that_fails_leaves_the_state(engine):
