@@ -191,7 +191,7 @@ class Row:
     @property
     def stats(self) -> list[Stats]:
         """Statistics of the turns that our own engine decoded."""
-        return [turn.stats for turn in self.turns if turn.stats and turn.stats.passes]
+        return [turn.stats for turn in self.turns if turn.stats]
 
     @property
     def path_lengths(self) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ from fasteagle.bench.measure import Bandwidth
 from fasteagle.bench.options import BenchOptions
 from fasteagle.bench.report import build_report, conditions
 from fasteagle.bench.row_spec import RowSpec
-from fasteagle.bench.rows import Decoder, Row, Turn, percentile
+from fasteagle.bench.rows import Decoder, LLMDecoder, Row, Turn, percentile
 from fasteagle.decoding.stats import Stats
+from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.errors import FasteagleError
-from fasteagle.options import DraftOptions, RuntimeOptions
+from fasteagle.generate import Engine
+from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
 from fasteagle.shapes import FusedShape, TreeShape
 from helpers import raising
 
@@ -52,7 +55,29 @@ def test_latency_of_a_token_is_its_share_of_its_chunk():
     assert (record["p50_ms"], record["p99_ms"]) == (100, 500)
     assert percentile(range(100, 0, -1), 0.99) == 99 and percentile([2.0, 1.0], 1.0) == 2.0
     (record,) = reported(row_of(Turn([1], 0.5, 0.0, 0)))  # an answer of one token has no gaps
-    assert record["p50_ms"] is None and record["tok_s_median"] is None
+    assert record["p50_ms"] is None and record["tok_s_median"] is None and record["tau"] == 1
+    assert percentile([2.0, 1.0], 0.0) == 1.0
+
+
+def test_a_turn_of_a_model_is_what_its_engine_did(target):
+    engine, same = (Engine(target, 128, drafter=NgramDrafter(4)) for _ in range(2))
+    llm = SimpleNamespace(engine=engine, tokenizer=SimpleNamespace(eos_ids=frozenset()))
+    decoder = LLMDecoder(llm, SamplingParams())
+    prompt = [5, 6, 7, 8] * 4
+    one, two = (decoder.turn(prompt, 40) for _ in range(2))
+    chunks = [*same.generate(prompt, SamplingParams(), 40)]
+    assert one.tokens == two.tokens == [token for new in chunks for token in new]
+    assert one.prompt_tokens == 16 and two.stats.cached_tokens == 15
+    sizes = [len(new) for new in chunks[1:]]
+    assert [n for n, _ in one.chunks] == sizes and one.passes == len(sizes) < 39
+    assert sum(seconds for _, seconds in one.chunks) == pytest.approx(one.seconds, rel=0.05)
+    decoder.restart()
+    assert decoder.turn(prompt, 2).stats.cached_tokens == 0
+    with pytest.raises(FasteagleError, match="prompt"):
+        decoder.check([5] * 200)
+    row = Row("ngram", "fp32", decoder, 1, questions=[[one]])
+    row.finish()
+    assert row.tree == engine.drafter.shape and not hasattr(row, "decoder")
 
 
 def test_prompt_lookup_counts_its_first_batch_apart():
@@ -83,7 +108,7 @@ def test_arithmetic_of_a_simulated_row():
     stats = Stats(
         passes=10, draft_seconds=0.5, verify_seconds=1.0, decode_seconds=2.0, path_lengths=[0] * 10
     )
-    turn = Turn([1] * 11, 0.5, 2.0, 10, stats, chunks=((1, 0.1), (1, 0.4)))
+    turn = Turn([1] * 11, 0.5, 2.0, 10, stats, chunks=((1, 0.1), (2, 0.4)))
     row = row_of(turn, name="eagle", tree=TreeShape(3, 3, 8), simulated_tau=3.0)
     assert row.tok_s == 15 and row.tau == 3 and row.measured_tau == 1
     assert row.turn_rates == [[15]] and row.latencies == pytest.approx([0.1 / 3, 0.4 / 3])
