@@ -42,6 +42,15 @@ def test_a_conversation_without_the_beginning_of_an_answer(live):
     assert part["count"] == whole["count"] - 1 and part["tokens"] == whole["tokens"][:-1]
 
 
+def test_the_longest_text_and_the_most_messages_that_are_read(live):
+    """A token has at most 16 characters on average, a message at least one token."""
+    most = live.llm.engine.max_seq_len
+    for more, status in ((0, 200), (1, 400)):
+        assert post(live, "/tokenize", prompt="x" * (16 * most + more)).status_code == status
+        messages = [{"role": "user", "content": ""}] * (most + more)
+        assert post(live, "/tokenize", messages=messages).status_code == status
+
+
 def test_the_last_token_and_the_first_that_is_none(live):
     n_tokens = live.llm.engine.model.config.vocab_size
     assert post(live, "/detokenize", tokens=[0, n_tokens - 1]).status_code == 200
