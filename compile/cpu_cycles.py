@@ -161,7 +161,7 @@ class CpuRunner(Runner):
 
     @property
     def defers(self) -> bool:
-        return self.waits and self.accompanied
+        return self.accompanied
 
     @property
     def ready(self) -> int:

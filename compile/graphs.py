@@ -286,7 +286,7 @@ class CapturedRunner(Runner):
     @property
     def defers(self) -> bool:
         # A sequence alone is replayed as a whole, and launched ahead.
-        return self.waits and self.accompanied and self.backend.shares_passes
+        return self.accompanied and self.backend.shares_passes
 
     def run(self, launch: Launch) -> None:
         spec, drafter, processor = launch
