@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-TRIAL_SECONDS = 5
+LONGEST_TRIAL = 60  # seconds of a trial that ends by itself: the machine may be busy
 TRIAL_MEMORY = 2**31
 TRIAL_STACK = 2**21  # less than a thread's, where tried texts then recurse safely
 # Of Python's own path, and not of the folder in which the person is, whose files would be run.
@@ -33,9 +33,13 @@ def run_trial(module: str, values: list[Any], seconds: float) -> str | None:
     return None if done.returncode else done.stdout.decode(errors="replace")
 
 
-def limit_process() -> None:
-    """Lower the limits of this process, or take its hard limits where they are less."""
+def limit_process(seconds: int) -> None:
+    """Lower the limits of this process, which may take `seconds` of a CPU.
+
+    Hard limits that are less stay.
+    """
     most_of = {
+        resource.RLIMIT_CPU: seconds,
         resource.RLIMIT_AS: TRIAL_MEMORY,
         resource.RLIMIT_STACK: TRIAL_STACK,
         resource.RLIMIT_CORE: 0,

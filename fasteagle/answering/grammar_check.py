@@ -14,8 +14,9 @@ from typing import Any
 
 from fasteagle.answering.json_form import json_form
 from fasteagle.errors import FasteagleError
-from fasteagle.trial import TRIAL_SECONDS, limit_process, run_trial
+from fasteagle.trial import LONGEST_TRIAL, limit_process, run_trial
 
+TRIAL_SECONDS = 5
 MOST_CHARACTERS = 2**18  # most characters of a schema, a regular expression or a grammar
 KNOWN_TRIALS = 256  # number of cached verdicts
 
@@ -87,7 +88,7 @@ def main() -> None:
     import llguidance  # of the extra [serve]
 
     kind, text = json.load(sys.stdin)
-    limit_process()
+    limit_process(LONGEST_TRIAL)
     try:
         # Not `validate_grammar`: some grammars take long only where masks are made. A token for
         # each byte will do: what takes long is in the lexer, which goes by bytes.

@@ -1,7 +1,7 @@
 """Trial of a chat template, which is a program of whoever made the model's files.
 
 It can loop for hours or fill the memory. So it renders three short conversations in a process that
-can be ended, and each later one within the same time. Imports no torch.
+can be ended, while the model is loaded, and each later one within the same time. Imports no torch.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import FrameType
 from typing import Any
 
 from fasteagle.errors import FasteagleError
-from fasteagle.trial import TRIAL_SECONDS, limit_process, run_trial
+from fasteagle.trial import LONGEST_TRIAL, limit_process, run_trial
 
+MOST_SECONDS = 5  # most time of a CPU for a conversation, or for those of a trial
 MOST_CHARACTERS = 2**18  # most characters that a template makes of a short conversation
 KNOWN_TRIALS = 256  # number of cached verdicts
+_TRIALS = ThreadPoolExecutor(1)
 _QUESTION = {"role": "user", "content": "Hi"}
 _CONVERSATIONS = [
     [_QUESTION],
@@ -30,14 +33,19 @@ _CONVERSATIONS = [
 
 
 @functools.lru_cache(KNOWN_TRIALS)
+def trial_of(template: str) -> Future[None]:
+    """Begin `try_template` in the background; its result is None, or raises."""
+    return _TRIALS.submit(try_template, template)
+
+
 def try_template(template: str) -> None:
     """Raise `FasteagleError` for a template that takes too long or too much memory."""
     try:
-        wrong = run_trial(__name__, [template], TRIAL_SECONDS)
+        wrong = run_trial(__name__, [template, MOST_SECONDS], LONGEST_TRIAL)
     except subprocess.TimeoutExpired:
-        wrong = f"takes more than {TRIAL_SECONDS} seconds"
+        wrong = f"takes more than {LONGEST_TRIAL} seconds"
     if wrong is None:
-        wrong = "needs too much memory"
+        wrong = "takes too much time or memory"
     if wrong:
         raise FasteagleError(
             f"the model's chat template {wrong} for a short conversation: use other files of it"
@@ -47,13 +55,13 @@ def try_template(template: str) -> None:
 @contextlib.contextmanager
 def in_time() -> Iterator[None]:
     """Raise `TimeoutError` where a template that runs inside takes longer than a trial may."""
-    end, before = time.monotonic() + TRIAL_SECONDS, sys.gettrace()
+    end, before = time.thread_time() + MOST_SECONDS, sys.gettrace()
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
         if frame.f_code.co_filename != "<template>":  # Jinja's name for what it has compiled
             return None
-        if time.monotonic() > end:
-            raise TimeoutError(f"it takes more than {TRIAL_SECONDS} seconds")
+        if time.thread_time() > end:
+            raise TimeoutError(f"it takes more than {MOST_SECONDS} seconds")
         return trace
 
     sys.settrace(trace)
@@ -82,8 +90,8 @@ def main() -> None:
     def refuse(message: str) -> None:
         raise TemplateError(message)
 
-    (template,) = json.load(sys.stdin)
-    limit_process()
+    template, seconds = json.load(sys.stdin)
+    limit_process(seconds)
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )

@@ -15,7 +15,7 @@ from typing import Any
 from fasteagle.config_fields import Fields
 from fasteagle.errors import FasteagleError, first_line
 from fasteagle.loading.gguf_tokenizer import converted_gguf, in_one_line, transformers_library
-from fasteagle.loading.template_check import in_time, try_template
+from fasteagle.loading.template_check import in_time, trial_of
 from fasteagle.loading.tensors import read_json
 
 Message = Mapping[str, Any]  # {"role": "system" | "user" | "assistant", "content": text}
@@ -223,12 +223,13 @@ class ChatTokenizer:
         messages' text alone, after BOS where the tokenizer adds it. Special tokens written inside a
         message or a tool are text, so that nobody can end a turn from within it. Raises
         `FasteagleError` where the template refuses the messages, for example an unsupported system
-        prompt.
+        prompt, or does too much.
         """
         messages = [self._only_text(m) for m in messages]
         if not self._template:
             return self._bos + "\n".join(m["content"] for m in messages)
         template = self.template_for(messages, tools)
+        trial_of(template).result()
         more: dict[str, Any] = {"chat_template": template}
         if think is not None:
             more["enable_thinking"] = think
@@ -320,7 +321,7 @@ def load_tokenizer(path: Path, template: str | None = None) -> ChatTokenizer:
             raise FasteagleError(f"{config}: {error.__cause__ or error}") from error
     tokenizer = ChatTokenizer(backend, _eos_ids(folder, backend), template)
     for text in tokenizer.templates:
-        try_template(text)
+        trial_of(text)  # ends while the model is loaded
     return tokenizer
 
 

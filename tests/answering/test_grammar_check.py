@@ -71,6 +71,7 @@ def test_a_trial_limits_its_process(hard, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO('["regex", "("]'))
     grammar_check.main()
     wanted = {resource.RLIMIT_AS: 2**31, resource.RLIMIT_STACK: 2**21, resource.RLIMIT_CORE: 0}
+    wanted[resource.RLIMIT_CPU] = 60
     most = 2**31 if hard == resource.RLIM_INFINITY else hard
     assert limits == {kind: (min(n, most),) * 2 for kind, n in wanted.items()}
     assert capsys.readouterr().out.startswith("at 1")

@@ -12,28 +12,28 @@ from fasteagle.loading.entries import REGISTRY
 from fasteagle.loading.tokenizer import load_tokenizer
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+QUESTION = {"role": "user", "content": "Hi"}
 DOUBLED = "{% for i in range(50) %}{% set ns.s = ns.s + ns.s %}{% endfor %}"
 
 
 @pytest.mark.parametrize(
     ("template", "part"),
     [
-        (LOOP, "takes more than 1 seconds"),
-        ("{{ 10**(10**9) }}", "takes more than 1 seconds"),  # one operation
-        ("{{ 'x' * 10**14 }}", "needs too much memory"),
-        ("{% set ns = namespace(s='a' * 999) %}" + DOUBLED, "needs too much memory"),
-        ("{% generation %}{{ 'x' * 10**14 }}{% endgeneration %}", "needs too much memory"),
+        (LOOP, "takes too much time or memory"),
+        ("{{ 10**(10**9) }}", "takes too much time or memory"),  # one operation
+        ("{{ 'x' * 10**14 }}", "takes too much time or memory"),
+        ("{% set ns = namespace(s='a' * 999) %}" + DOUBLED, "takes too much time or memory"),
+        ("{% generation %}{{ 'x' * 10**14 }}{% endgeneration %}", "takes too much time or memory"),
         ("{{ 'x' * 2**18 + 'y' }}", "writes 262,145 characters"),
     ],
 )
-def test_a_template_that_does_too_much_is_refused_when_it_is_loaded(
+def test_a_template_that_does_too_much_is_refused_before_it_is_used(
     tiny_dir, template, part, monkeypatch
 ):
-    # A machine may be busy: what ends by itself has a minute.
-    seconds = 1 if "takes" in part else 60
-    monkeypatch.setattr(template_check, "TRIAL_SECONDS", seconds)
+    monkeypatch.setattr(template_check, "MOST_SECONDS", 1)
+    tokenizer = load_tokenizer(tiny_dir, template)
     with pytest.raises(FasteagleError, match=f"chat template {part} for a short conversation"):
-        load_tokenizer(tiny_dir, template)
+        tokenizer.render([QUESTION])
 
 
 @pytest.mark.parametrize(
@@ -55,16 +55,22 @@ def test_what_a_template_refuses_is_no_matter_of_the_trial(template):
 def test_a_template_that_loops_in_a_later_conversation_is_ended(tiny_dir, monkeypatch):
     template = "{% if messages|length > 3 %}" + LOOP + "{% endif %}{{ messages[0].content }}"
     tokenizer = load_tokenizer(tiny_dir, template)
-    monkeypatch.setattr(template_check, "TRIAL_SECONDS", 0.2)
-    question = {"role": "user", "content": "Hi"}
     before = sys.gettrace()
-    assert tokenizer.render([question]) == "Hi"
+    assert tokenizer.render([QUESTION]) == "Hi"
+    monkeypatch.setattr(template_check, "MOST_SECONDS", 0.2)
     with pytest.raises(FasteagleError, match=r"refused: it takes more than 0\.2 seconds"):
-        tokenizer.render([question] * 4)
+        tokenizer.render([QUESTION] * 4)
     assert sys.gettrace() is before
 
 
 def test_a_template_is_tried_once(monkeypatch):
-    template_check.try_template("{{ 1 }}")
+    trial = template_check.trial_of("{{ 1 }}")
+    assert trial.result() is None
     monkeypatch.setattr(template_check, "run_trial", None)
-    template_check.try_template("{{ 1 }}")
+    assert template_check.trial_of("{{ 1 }}") is trial
+
+
+def test_a_trial_that_does_not_end_is_given_up(monkeypatch):
+    monkeypatch.setattr(template_check, "LONGEST_TRIAL", 0.01)
+    with pytest.raises(FasteagleError, match=r"takes more than 0\.01 seconds"):
+        template_check.try_template("{{ 2 }}")
