@@ -53,10 +53,12 @@ def add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
-        text = str(error.detail)
+        text, path = str(error.detail), cut(request.url.path, LONGEST_SHOWN)
         if text == "Not Found":  # starlette's, of a path: what is missing has words of its own
-            path = cut(request.url.path, LONGEST_SHOWN)
             text = f"{path} is not served here: /openapi.json lists what is"
+        elif error.status_code == 405:
+            method, usable = cut(request.method, LONGEST_SHOWN), (error.headers or {}).get("Allow")
+            text = f"{path} is served here, {method} is not: use {usable}"
         code = getattr(error, "code", None)
         return answer(error.status_code, text, headers=error.headers, code=code)
 

@@ -240,7 +240,7 @@ def test_paths_and_methods_that_are_not_there(live):
     assert_refused(reply, 404, "/v1/responses is not served here: /openapi.json lists what is")
     long = httpx.get(f"{live.url}/{'a' * 60_000}")
     assert_refused(long, 404, f"/{'a' * 99} ... is not served here")
-    assert_refused(httpx.get(f"{live.url}/v1/chat/completions"), 405)
+    assert_refused(httpx.get(f"{live.url}/v1/chat/completions"), 405, "GET is not: use POST")
     assert_refused(httpx.post(f"{live.url}/detokenize", json={"tokens": [10**20]}), 400, "0 .. 259")
     assert_refused(httpx.post(f"{live.url}/tokenize", json={}), 400, "prompt")
     many = {"tokens": [1] * 2049}
