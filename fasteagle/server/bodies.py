@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from fasteagle.errors import FasteagleError, reason_of
+from fasteagle.errors import FasteagleError, reason_of, shown
 from fasteagle.server.job import CancelledError
 from fasteagle.server.protocol import Body
 
@@ -58,7 +58,7 @@ def body_route(most_bytes: int, most_values: int) -> type[APIRoute]:
                 raw = await whole_body(request, most_bytes)
                 if not raw:
                     raise FasteagleError("the body is empty: send the request as JSON")
-                if "json" not in request.headers.get("content-type", ""):
+                if "json" not in request.headers.get("content-type", "").lower():
                     raise FasteagleError("send the body with Content-Type: application/json")
                 if len(raw) <= SHORT_BYTES:
                     checked = read_body(raw, kind, most_values)
@@ -73,11 +73,15 @@ def body_route(most_bytes: int, most_values: int) -> type[APIRoute]:
 
 
 async def whole_body(request: Request, most: int) -> bytes:
-    """Return the body; raise `HTTPException` for one of more than `most` bytes, or that is slow.
+    """Return the body; raise `HTTPException` for one that is long, slow or compressed.
 
-    What is left of it then is not read. Raises `CancelledError` if the client leaves.
+    `most` bytes may come; what is left is not read. Raises `CancelledError` if the client leaves.
     """
     close = {"connection": "close"}
+    coding = request.headers.get("content-encoding", "identity")
+    if coding != "identity":
+        text = f"Content-Encoding {shown(coding)} is not read here: send the body as it is"
+        raise HTTPException(415, text, close)
     too_large = HTTPException(413, f"the body is larger than {most:,} bytes: see --max-body", close)
     length = request.headers.get("content-length", "")
     if length.isdigit() and int(length) > most:

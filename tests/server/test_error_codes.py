@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+
 import httpx
 import pytest
 
@@ -59,6 +61,22 @@ def test_a_body_that_is_not_said_to_be_json(live):
     plain = httpx.post(url, content=b'{"messages": []}', headers={"content-type": "text/plain"})
     for reply, part in ((plain, "Content-Type: application/json"), (httpx.post(url), "is empty")):
         assert reply.status_code == 400 and part in reply.json()["error"]["message"]
+
+
+def test_the_type_of_a_body_is_read_without_regard_to_case(live):
+    headers = {"content-type": "Application/JSON"}
+    reply = httpx.post(f"{live.url}/tokenize", content=b'{"prompt": "a"}', headers=headers)
+    assert reply.status_code == 200, reply.text
+
+
+def test_a_body_that_is_compressed(live):
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    body = gzip.compress(b'{"prompt": "a"}')
+    reply = httpx.post(f"{live.url}/tokenize", content=body, headers=headers)
+    assert reply.status_code == 415 and "'gzip'" in reply.json()["error"]["message"]
+    headers["content-encoding"] = "identity"
+    reply = httpx.post(f"{live.url}/tokenize", content=b'{"prompt": "a"}', headers=headers)
+    assert reply.status_code == 200, reply.text
 
 
 def test_health_checks_may_ask_for_headers_alone(live):
