@@ -23,6 +23,7 @@ Message = Mapping[str, Any]  # {"role": "system" | "user" | "assistant", "conten
 # Stands after the first character of what looks like a special token but is only text: Unicode
 # reserves it for use inside a program.
 LITERAL = "\ufdd0"
+REFUSED = "the model's tokenizer refused the text"
 
 
 class ChatTokenizer:
@@ -56,7 +57,7 @@ class ChatTokenizer:
         Those that `render` has marked as text are not recognized.
         """
         begin, *rest = text.split(LITERAL)
-        ids = self._backend.encode(begin, add_special_tokens=False)
+        ids = self._encoded(begin)
         return [*ids, *chain.from_iterable(self._continued(rest))] if rest else ids
 
     def encode_rest(self, text: str, start: int) -> list[int] | None:
@@ -69,16 +70,25 @@ class ChatTokenizer:
     def _continued(self, texts: list[str]) -> Iterator[list[int]]:
         """Yield token ids of texts inside words, which SentencePiece would begin with a blank."""
         _, line = self._line
-        lines = self._backend([f"\n{text}" for text in texts], add_special_tokens=False)
+        with in_one_line(REFUSED):
+            lines = self._backend([f"\n{text}" for text in texts], add_special_tokens=False)
         for text, ids in zip(texts, lines["input_ids"], strict=True):
             if ids[: len(line)] == line:
                 yield ids[len(line) :]
             else:
-                yield self._backend.encode(text, add_special_tokens=False)
+                yield self._encoded(text)
 
     def encode_document(self, text: str) -> list[int]:
         """Return token ids of a text that is no conversation, with BOS if the tokenizer adds it."""
-        return self._backend.encode(text, add_special_tokens=True)
+        return self._encoded(text, add_special_tokens=True)
+
+    def _encoded(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Return token ids of a text; raise `FasteagleError` where the tokenizer's rules give up.
+
+        Its regular expressions are of the model's files, and some never match some texts in time.
+        """
+        with in_one_line(REFUSED):
+            return self._backend.encode(text, add_special_tokens=add_special_tokens)
 
     def guidance(self, vocab_size: int) -> Any:
         """Return the vocabulary as llguidance reads it, for grammars. Raises `FasteagleError`."""

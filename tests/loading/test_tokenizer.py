@@ -14,7 +14,7 @@ import pytest
 
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.entries import VICUNA_TEMPLATE
-from fasteagle.loading.tokenizer import ChatTokenizer, dummy_tokenizer, load_tokenizer
+from fasteagle.loading.tokenizer import LITERAL, ChatTokenizer, dummy_tokenizer, load_tokenizer
 from helpers import THINKING_TEMPLATE, TINY_VOCAB, edit_json, invoke
 
 USER = [{"role": "user", "content": "Hi"}]
@@ -179,6 +179,22 @@ CHATML = (
 )
 
 LLAMA2 = "{% for m in messages %}<s>[INST] {{ m.content }} [/INST]{% endfor %}"
+
+
+def test_a_text_on_which_the_tokenizers_library_panics_costs_one_line(tiny_dir, tmp_path):
+    """A splitting rule that tries every way to cut a long word."""
+    folder = shutil.copytree(tiny_dir, tmp_path / "m")
+    rule = {"type": "Split", "pattern": {"Regex": "(a|aa)+$"}}
+    edit_json(
+        folder / "tokenizer.json", pre_tokenizer={**rule, "behavior": "Isolated", "invert": False}
+    )
+    tokenizer = load_tokenizer(folder)
+    text = "a" * 60 + "b"
+    for encode in (tokenizer.encode, tokenizer.encode_document):
+        with pytest.raises(FasteagleError, match=r"tokenizer refused the text \(Onig: .*\): use"):
+            encode(text)
+    with pytest.raises(FasteagleError, match="tokenizer refused the text"):
+        tokenizer.encode(f"<{LITERAL}|end|>{text}")
 
 
 @pytest.fixture(scope="module")
