@@ -98,7 +98,6 @@ class Corpus:
         for document in documents:
             ids += [token if token < vocab_size else NOTHING for token in document]
             ids.append(NOTHING)
-        ids += [NOTHING] * MAX_REACH
         self.tokens = torch.tensor(ids, device=device)  # [M]
         keys = torch.zeros_like(self.tokens)
         for back in range(KEY_TOKENS):
@@ -125,12 +124,11 @@ class Corpus:
         """
         device = text.device
         suffix = suffix_of(text, last, longest)
-        first, end = self._ranges(suffix)
-        rank = end - 1 - torch.arange(WINDOW, device=device)
+        rank = self._end(suffix) - 1 - torch.arange(WINDOW, device=device)
         ends = self._order[rank.clamp(min=0)]  # [W]
         back = torch.arange(longest, device=device)
         before = self.tokens[(ends.unsqueeze(1) - back).clamp(min=0)]  # [W, L]
-        sizes = (before == suffix).long().cumprod(1).sum(1) * (rank >= first)
+        sizes = (before == suffix).long().cumprod(1).sum(1)
         best = (sizes * len(self.tokens) + ends).argmax(0, keepdim=True)
         size = sizes[best]
         at = ends[best] + torch.arange(1, reach + 1, device=device)
@@ -138,23 +136,18 @@ class Corpus:
         inside = (tokens >= 0).long().cumprod(0).bool() & (size > 0)
         return Match(torch.where(inside, tokens, NOTHING), size)
 
-    def _ranges(self, suffix: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the range of keys that match in three tokens, or else in two, or in one.
-
-        The range is the rank [1] of the first key, and that after the last key.
-        """
+    def _end(self, suffix: Tensor) -> Tensor:
+        """Return the rank [1] after the last key that matches in three tokens, or else fewer."""
         shifts = KEY_BITS * torch.arange(KEY_TOKENS - 1, -1, -1, device=suffix.device)
         wanted = F.pad(suffix[:KEY_TOKENS], (0, max(0, KEY_TOKENS - len(suffix))), value=OUTSIDE)
-        parts = (wanted.clamp(min=NOTHING) + 1) << shifts
-        low = parts.cumsum(0).flip(0)  # three tokens, then two, then one
+        low = ((wanted + 1) << shifts).cumsum(0).flip(0)  # three tokens, then two, then one
         last = low + ((1 << (KEY_BITS * torch.arange(KEY_TOKENS, device=suffix.device))) - 1)
         first = torch.searchsorted(self._keys, low)
         behind = torch.searchsorted(self._keys, last, right=True)
         whole = (wanted >= 0).long().cumprod(0).flip(0).bool()  # no match before the text begins
         some = (behind > first) & whole
-        chosen = some.long().argmax(0, keepdim=True)  # without any the first: its sizes are 0
-        behind = torch.where(some, behind, first)
-        return first[chosen], behind[chosen]
+        # Without any the first: nothing matches there, nor at lower ranks.
+        return behind[some.long().argmax(0, keepdim=True)]
 
 
 def prior() -> Tensor:
@@ -228,7 +221,7 @@ class Lookup:
         tokens = self.last[4:]
         depth = torch.arange(len(tokens), device=text.device)
         followed = at + 1 + depth
-        same_text = (text.index_select(0, at.clamp(max=len(text) - 1)) == root) & (at <= last)
+        same_text = text.index_select(0, at.clamp(max=len(text) - 1)) == root
         known = (depth < n) & (followed <= last) & same_text & (last <= at + reach + 1)
         is_right = known & (text[followed.clamp(max=len(text) - 1)] == tokens)
         before = torch.cat((is_right.new_ones(1), is_right[:-1].long().cumprod(0).bool()))
