@@ -8,6 +8,7 @@ import torch
 from fasteagle.drafting.lookup import (
     KEY_BITS,
     NOTHING,
+    RAREST,
     WINDOW,
     Corpus,
     Lookup,
@@ -68,6 +69,7 @@ def test_a_text_that_goes_in_circles_is_repeated():
 @pytest.mark.parametrize("text", [[1], [1, 2, 3], [3, 2, 1, 0]])
 def test_no_earlier_place(text):
     assert as_list(find_in_text(*in_buffer(text), 4)) == (0, [])
+    assert as_list(find_in_text(*in_buffer(text, len(text)), 4)) == (0, [])
 
 
 def test_a_match_does_not_reach_before_the_beginning():
@@ -116,6 +118,8 @@ def test_a_corpus_ends_where_its_document_ends():
     assert as_list(corpus.find(*in_buffer([3, 4]), 4)) == (1, [5])
     assert as_list(corpus.find(*in_buffer([9]), 4)) == (0, [])
     assert as_list(corpus.find(*in_buffer([1]), MAX_REACH)) == (1, [2, 3])
+    # Nothing matches, and a token follows the last of the places that are compared.
+    assert as_list(Corpus([[5] * WINDOW + [1]], "cpu").find(*in_buffer([9]), 4)) == (0, [])
 
 
 def test_a_corpus_of_more_places_than_are_compared():
@@ -167,6 +171,22 @@ def test_another_text_teaches_nothing_of_the_last_proposal():
     lookup.propose(*in_buffer([1, 2, 3, 1, 2]), 4)
     lookup.propose(*in_buffer([1, 2, 3, 1, 3, 3, 1]), 4)
     assert torch.equal(lookup.table, prior())
+
+
+@pytest.mark.parametrize(("more", "tried"), [([3], 1), ([3, 1, 9], 1), ([3, 1, 9, 9], 0)])
+def test_a_cycle_adds_one_token_more_than_were_proposed(more, tried):
+    """More tokens than those are a new turn, of which the last proposal says nothing."""
+    lookup, text = Lookup(), [1, 2, 3, 1, 2]
+    lookup.propose(*in_buffer(text), 2)
+    lookup.propose(*in_buffer(text + more), 2)
+    assert (lookup.table - prior())[:, 1, 0].tolist() == [tried, tried]
+
+
+def test_a_token_that_was_never_right_is_tried_again():
+    lookup = Lookup()
+    lookup.table[1] = 0
+    _, logp = lookup.propose(*in_buffer([1, 2, 3, 1, 2]), 3)
+    assert logp.exp().tolist() == pytest.approx([RAREST] * 3)
 
 
 # The drafter
