@@ -12,6 +12,8 @@ SPACING = {"whitespace_flexible": True, "whitespace_pattern": r"\x20?"}  # one b
 MOST_INTEGER = 2**53 - 1  # exact in every reader of JSON (RFC 8259)
 NUMBER = {"minimum": -1e15, "maximum": 1e15, "multipleOf": 1e-9}
 INTEGER = {"minimum": -MOST_INTEGER, "maximum": MOST_INTEGER}
+# Characters of texts whose digits could go on: a fraction of a second has nine.
+LONGEST = {"date-time": 35, "time": 24, "duration": 32}
 # Where a number has one of these, the others may not fit it; `minimum` and `maximum` are completed.
 OF_NUMBERS = {"exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 OF_VALUES = {"enum", "const"}
@@ -23,7 +25,7 @@ MAPS, LISTS = {"properties", "$defs", "definitions"}, {"anyOf", "prefixItems"}
 
 
 def json_form(schema: Any, is_lenient: bool = False) -> Any:
-    """Return `schema` with at most one blank between tokens, and bounded numbers and objects.
+    """Return `schema` with bounded numbers, times, objects, and at most one blank between tokens.
 
     Where `is_lenient`, llguidance ignores the keywords that it does not know.
     """
@@ -56,6 +58,9 @@ def _narrowed(schema: Any) -> Any:
             made = _bounded(made, NUMBER)
         elif "integer" in kinds:
             made = _bounded(made, INTEGER)
+    bound = LONGEST.get(str(schema.get("format")))
+    if bound is not None and not ({"minLength", "maxLength"} | OF_VALUES) & schema.keys():
+        made["maxLength"] = bound
     properties, required = schema.get("properties"), schema.get("required", [])
     if (
         isinstance(properties, dict)
