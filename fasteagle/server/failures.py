@@ -55,7 +55,7 @@ def add_errors(app: FastAPI) -> None:
     async def http(request: Request, error: HTTPException) -> Response:
         text, path = str(error.detail), cut(request.url.path, LONGEST_SHOWN)
         if text == "Not Found":  # starlette's, of a path: what is missing has words of its own
-            text = f"{path} is not served here: /openapi.json lists what is"
+            text = f"{path} is not served here, /v1/chat/completions is: see /openapi.json"
         elif error.status_code == 405:
             method, usable = cut(request.method, LONGEST_SHOWN), (error.headers or {}).get("Allow")
             text = f"{path} is served here, {method} is not: use {usable}"
