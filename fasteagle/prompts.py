@@ -14,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 
 from fasteagle.config_fields import MOST_TEXT, parse_json
-from fasteagle.errors import FasteagleError, reason_of
+from fasteagle.errors import FasteagleError, reason_of, shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +110,7 @@ def _conversation(line: str, where: str, vocab_size: int, max_len: int) -> Conve
     bad = next((i for i in ids if not 0 <= i < vocab_size), None)
     if bad is not None:
         raise FasteagleError(
-            f"{where}: token id {bad} is outside the vocabulary of {vocab_size:,}: use ids of this "
-            "model's tokenizer"
+            f"{where}: token id {shown(bad)} is outside the vocabulary of {vocab_size:,}: use ids "
+            "of this model's tokenizer"
         )
     return Conversation(ids[:max_len], prompt_len, raw.get("T") == 0)

@@ -97,6 +97,7 @@ REFUSED = [
     (TRAIN, "--init HEAD --init-scale 0.1", "--init-scale has no meaning with --init: drop one"),
     (TRAIN, "--answer-tokens 9", "--answer-tokens has no meaning without --prompts: drop one"),
     (TRAIN, "--data DIR/talk --draft-vocab-size 261", "draft-vocab-size 261 is more than the"),
+    (TRAIN, "--data DIR/digits", "DIR/digits, line 1: token id 9999999999"),
     (TRAIN, "--inputs token", "--inputs is gone: an EAGLE-1 head reads"),
     (TRAIN, "--data DIR/text --init HEAD", "the head is for a width of 32, the model"),
     (TRAIN, "--data DIR/text --algorithm eagle3", "auxiliary layers 2, 1, 0 must ascend"),
@@ -201,6 +202,7 @@ def places(tmp_path_factory):
     (folder / "deep").write_text(f'start: r0\n{rules}r3000: "a"')
     (folder / "one").write_text("{}")
     (folder / "talk").write_text('{"ids": [1, 2, 3, 4], "prompt_len": 1}')
+    (folder / "digits").write_text(f'{{"ids": [{"9" * 4000}], "prompt_len": 1}}')
     (folder / "empty").touch()
     (folder / "wide.json").write_text(json.dumps([[n] for n in range(4097)]))
     (folder / "tall.json").write_text(json.dumps([[0] * n for n in range(1, 65)]))
