@@ -6,9 +6,10 @@ import dataclasses
 
 import pytest
 
-from fasteagle.drafting.company import LONGEST_REST, Company
-from fasteagle.drafting.policy import Outcome
-from fasteagle.shapes import TreeShape
+from fasteagle.drafting.company import LONGEST_REST, Company, Speed
+from fasteagle.drafting.pauses import FEWEST, FIRST_DISTANCE
+from fasteagle.drafting.policy import EVERY, LOOKED_UP_ROW, Average, Outcome
+from fasteagle.shapes import AnyShape, TreeShape
 from simulated_machine import CARD, QUIET, SLOW, Machine, SharedCache, policy_of
 
 
@@ -223,9 +224,15 @@ def test_prices_follow_rows_levels_and_usual_passes():
     assert company._now.speeds[shape].mean() > 0.9 * speed
     assert company._row_ms > 1.1 * policy.row_ms(2, 4)  # of eight rows each, not of one
     assert company._levels.ms > 3 * level and policy.honesty.ratio(0) > 1.5
+    row = company._row_ms * company._speed
+    assert company.lookup_threshold == pytest.approx(min(1.0, LOOKED_UP_ROW * row))
+    assert company._factor.mean() == pytest.approx(3 / policy.accepted(shape), rel=0.1)
     gain = company._now.gain.mean()
     company.learn(shape, Outcome(9, 9, 16, draft_ms=0.1))  # of the lookup alone
     assert company._now.gain.mean() == gain
+    company._now.gain, company._now.pauses.probing = Average(-1.0), 1
+    company.end_passes(1, 20.0)
+    assert company.head_gain == 0  # no less while it is tried
 
 
 def test_a_head_that_does_not_pay_is_not_tried_anew_at_another_number():
@@ -233,10 +240,83 @@ def test_a_head_that_does_not_pay_is_not_tried_anew_at_another_number():
     company.follow(policy_of(QUIET))
     Machine(QUIET, 0.2).run_together(company, 8, 2000)
     assert company._now.gain.mean() < 0
+    company._now.blocks.distance = 4 * FIRST_DISTANCE
     company.follow(company.policy)  # as whenever a text begins or ends
     company.learn(None, Outcome(0, 0, 0, False, ()))
     company.end_passes(1, 4.0)
     assert company._now.n == 1 and company._now.gain.mean() < 0 and company.head_gain is None
+    # Blocks of plain passes are as rare as they were, after a first one soon.
+    assert company._now.blocks.distance == 4 * FIRST_DISTANCE
+    assert company._now.blocks.until == FIRST_DISTANCE
+
+
+def test_a_pass_of_one_size_at_a_time_is_observed():
+    company = Company()
+    company.follow(policy_of(CARD, *SIZES))
+    for _ in range(3):
+        company.learn(SIZES[0], outcome(1))
+    company.end_passes(1, 7.0)
+    before = speeds(company)
+    for shape in (*SIZES[:2], None):
+        company.learn(shape, outcome(1))
+    company.end_passes(1, 1e-3)
+    assert speeds(company) == before
+
+
+def speeds(company: Company) -> dict[AnyShape, float]:
+    return {shape: speed.mean() for shape, speed in company._now.speeds.items()}
+
+
+def decode(company: Company, shape: TreeShape | None, passes: int = 1) -> None:
+    """Passes of two sequences: plain ones of 6.6 ms, or drafted ones of 8 ms."""
+    for _ in range(passes):
+        for _ in range(2):
+            company.learn(shape, Outcome() if shape is None else outcome(3)._replace(drafted=3))
+        company.end_passes(1, 6.6 if shape is None else 8.0)
+
+
+def test_a_size_is_in_use_for_some_drafted_passes():
+    company = Company()
+    company.follow(policy_of(CARD, *SIZES))
+    while company.next_shape is None:
+        decode(company, None)
+    decode(company, company.next_shape, 12)
+    own = company._now
+    usual = own.size
+    while own.size == usual:
+        own.speeds[SIZES[0]] = Speed(2, 1e3, 1.0)  # as if it had become fast
+        decode(company, usual)
+    own.speeds[usual] = Speed(2, 1e6, 1.0)
+    decode(company, None, EVERY)
+    decode(company, SIZES[0], EVERY - 1)
+    assert own.size == SIZES[0]
+    decode(company, SIZES[0])
+    assert own.size == usual
+
+
+def test_a_block_of_plain_passes_is_short_where_drafting_is_clearly_faster():
+    """It goes on while sequences draft that were ahead of it."""
+    company = Company()
+    company.follow(policy_of(CARD, *SIZES))
+    while company.next_shape is None:
+        decode(company, None)
+    while (shape := company.next_shape) is not None:
+        decode(company, shape)
+    decode(company, shape := company._now.size, 20)
+    assert company.next_shape is None
+    plain = 0
+    while company.next_shape is None:
+        decode(company, None)
+        plain += 1
+    assert plain == FEWEST
+
+
+def test_one_run_of_the_draft_head_for_all_takes_less_than_one_for_each():
+    company, policy = Company(), policy_of(CARD, *SIZES)
+    alone = company._draft_ms(policy, 1, SIZES[2])
+    assert company._draft_ms(policy, 4, SIZES[2]) == 4 * alone
+    company.drafts_together = True
+    assert alone < company._draft_ms(policy, 4, SIZES[2]) < 2 * alone
 
 
 def test_times_of_other_code_are_forgotten():
@@ -249,6 +329,12 @@ def test_times_of_other_code_are_forgotten():
     company.follow(policy_of(CARD, *SIZES))
     Machine(CARD, 0.8).run_together(company, 4, 60)
     assert plain_speed(company) > 3 * before
+    company = Company()
+    company.follow(policy_of(SLOW))
+    Machine(SLOW, 0.95).run_together(company, 2, 400)
+    assert company.head_gain is not None
+    company.follow(policy_of(SLOW))
+    assert company.next_shape is None  # until a pass has shown what it costs
 
 
 def plain_speed(company: Company) -> float:
