@@ -61,7 +61,8 @@ class PrefixCache:
     def turn_to(self, engine: Engine, prompt: Sequence[int], others: Sequence[Engine] = ()) -> None:
         """Give the engine the sequence that shares most with `prompt`; store its present one.
 
-        `others` are engines with sequences of their own, whose beginnings may be copied.
+        `others` are engines with sequences of their own, whose beginnings may be copied; `engine`
+        may be one of them.
         """
         shared = common_prefix(engine.cached, prompt)
         longest, most = None, shared + FEW_TOKENS

@@ -84,8 +84,7 @@ class Answers:
         def chunks(engine: Engine) -> Generator[Chunk]:
             tokens: list[int] = []
             try:
-                others = [other for other in batch.engines if other is not engine]
-                self._prefix_cache.turn_to(engine, request.prompt, others)
+                self._prefix_cache.turn_to(engine, request.prompt, batch.engines)
                 with closing(answer(engine, self._decoder, request, stats)) as own:
                     for chunk in own:
                         if chunk and not tokens:  # prompts of others came first
