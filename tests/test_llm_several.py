@@ -18,6 +18,7 @@ from fasteagle.decoding.runner import Runner
 from fasteagle.decoding.stats import Stats
 from fasteagle.generate import Engine
 from fasteagle.options import AnswerOptions, SamplingParams
+from helpers import raising
 
 
 @pytest.fixture(scope="module")
@@ -188,11 +189,13 @@ def test_several_answers_are_those_of_one_after_the_other(llm, options):
     assert llm.chat_batch([]) == []
 
 
-def test_the_first_token_is_timed_from_the_beginning(llm):
+def test_the_first_token_is_timed_from_the_beginning(llm, monkeypatch):
+    monkeypatch.setattr(context, "PREFILL_CHUNK", 8)  # the prompts take three passes each
     params, options = SamplingParams(), AnswerOptions(3)
     stats = [Stats() for _ in range(2)]
     for key in range(2):
-        llm.answers.begin(key, llm.made_request([5, 6], params, options), stats=stats[key])
+        prompt = [5 + key, *range(100, 120)]
+        llm.answers.begin(key, llm.made_request(prompt, params, options), stats=stats[key])
     time.sleep(0.2)
     ttfts = set()
     while llm.answers.running:
@@ -202,14 +205,61 @@ def test_the_first_token_is_timed_from_the_beginning(llm):
     assert ttfts <= {0.0, stats[0].ttft}  # later tokens leave it as it is
 
 
+def test_a_prompt_without_an_answer_is_no_known_text(llm, monkeypatch):
+    """Its tokens may be others where the text goes on."""
+    monkeypatch.setattr(context, "PREFILL_CHUNK", 8)
+    request = llm.made_request([7, *range(100, 130)], SamplingParams(), AnswerOptions(3))
+    llm.answers.begin(0, request, "some text")
+    llm.answers.step()
+    llm.answers.end(0)
+    assert llm.answers._texts.encode("some text") != request.prompt
+
+
+def test_what_is_held_while_answers_are_under_way(llm, monkeypatch):
+    held, params = [], SamplingParams()
+    request = llm.made_request([5], params, AnswerOptions(3))
+
+    @contextlib.contextmanager
+    def hold(own):
+        held.append(own)
+        yield
+        held.pop()
+
+    monkeypatch.setattr(llm.answers, "_hold", hold)
+    for key in range(2):
+        llm.answers.begin(key, request)
+    while llm.answers.running:
+        assert held == [params]
+        llm.answers.step()
+    assert not held
+    llm.answers.begin(2, request)
+    llm.answers.end(2)
+    assert not held
+    monkeypatch.setattr(Batch, "begin", raising(NoRoomError("too many")))
+    with pytest.raises(NoRoomError):
+        llm.answers.begin(3, request)
+    assert not held
+
+
+def test_forgotten_texts_are_computed_again(llm, monkeypatch):
+    monkeypatch.setattr(llm.prefix_cache, "limit", 2**30)
+    prompts = [[first, *range(100, 150)] for first in (5, 6)]
+    for prompt in prompts:
+        llm.generate(prompt, max_new_tokens=1)
+    llm.answers.forget()
+    for prompt in prompts:
+        assert not llm.generate(prompt, max_new_tokens=1).stats.cached_tokens
+
+
 def test_a_batch_takes_the_room_that_there_is(llm, monkeypatch):
     """Two of the answers fit, whatever `size` is."""
-    begin, most, lengths = Batch.begin, [], []
+    begin, most, lengths, refused = Batch.begin, [], [], []
 
-    def short(batch, *arguments, **more):
+    def short(batch, *arguments, awaited):
         if len(batch.running) == 2:
+            refused.append(awaited)
             raise NoRoomError("too many")
-        begin(batch, *arguments, **more)
+        begin(batch, *arguments, awaited=awaited)
         most.append(len(batch.running))
         lengths.append((len(arguments[1]), arguments[2]))
 
@@ -218,6 +268,7 @@ def test_a_batch_takes_the_room_that_there_is(llm, monkeypatch):
     monkeypatch.setattr(Batch, "begin", short)
     assert [one.tokens for one in llm.chat_batch(questions, max_new_tokens=20)] == alone
     assert len(most) == 4 and max(most) == 2
+    assert refused == [False]  # once, and nobody reads tokens of a batch as they come
     assert all(whole == prompt + 20 for prompt, whole in lengths)
     stream = llm.chat("hello", stream=True)
     with contextlib.closing(stream), contextlib.closing(llm.chat("Why?", stream=True)) as other:
