@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from families import FAMILIES
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
-from fasteagle.model import KEY_BLOCK, KVCache, LMHead, causal_mask
+from fasteagle.model import KEY_BLOCK, KVCache, LMHead, RMSNorm, Transformer, causal_mask
 from helpers import make_hf_model, tiny_config
 
 TOLERANCE = 1e-4
@@ -52,6 +52,20 @@ def test_prefill_matches_transformers(pair):
     scaling = getattr(hf.config, "logits_scaling", 1.0)  # ours is in the final norm
     features = expected.hidden_states[-1][0] / scaling
     assert (output.features - features).abs().max() < TOLERANCE
+
+
+def test_what_no_file_fills_is_as_the_config_says(pair):
+    """Shapes, which a loaded tensor replaces, and the norms' epsilon."""
+    _, ours = pair
+    with torch.device("meta"):
+        empty = Transformer(ours.config)
+    shapes = [
+        {name: t.shape for name, t in model.named_parameters(remove_duplicate=False)}
+        for model in (empty, ours)
+    ]
+    assert shapes[0] == shapes[1]
+    norms = [module for module in ours.modules() if isinstance(module, RMSNorm)]
+    assert {norm.eps for norm in norms} == {ours.config.norm_eps}
 
 
 @torch.no_grad()

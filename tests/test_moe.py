@@ -71,6 +71,14 @@ def test_lower_id_wins_on_equal_logits():
     assert weights.unique().tolist() == [0.125]
 
 
+def test_a_16_bit_model_chooses_experts_in_fp32():
+    """Logits of 64 and 64.1, which are equal in bf16: the lower id would win."""
+    moe = random_moe(MoEConfig(n_expert=2, top_k=1, ffn_dim=4), dim=1).bfloat16()
+    moe.router.weight.data = torch.tensor([[64.0], [64.1]])
+    ids, weights = moe.route(torch.ones(1, 1, dtype=torch.bfloat16))
+    assert ids.tolist() == [[1]] and weights.dtype == torch.float32
+
+
 MIXTRAL = {
     "architectures": ["MixtralForCausalLM"],
     "hidden_size": 64,
