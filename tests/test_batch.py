@@ -177,6 +177,23 @@ def native(tiny_dir):
     return made
 
 
+def test_each_engine_drafts_as_the_first_one_does_now():
+    """A text goes on where most of it is cached, with the drafter in use."""
+    engine = Engine(random_target(tiny_config()), 128)
+    several = Batch(engine, 2)
+    for drafter in (NgramDrafter(), NgramDrafter(), None):
+        engine.use(drafter)
+        for key in range(2):
+            begin(several, key, ([9 + key] * 6, SamplingParams(), 3))
+        finished(several)
+        origins = [own.drafter and own.drafter.origin for own in several.engines]
+        assert origins == [drafter and drafter.origin] * 2
+    for i in (1, 0):
+        begin(several, 2, ([9 + i] * 6 + [30], SamplingParams(), 3))
+        assert several._running[2].engine is several.engines[i]
+        finished(several)
+
+
 def test_the_time_between_two_steps_is_not_that_of_a_cycle(monkeypatch):
     engine = Engine(random_target(tiny_config()), 128, drafter=NgramDrafter())
     ms = []
