@@ -139,6 +139,8 @@ def check_draw(V: int, device: str) -> None:
     logits[4] = float("-inf")
     depths = torch.tensor([0, 1, 1, 2, 2, 0, 2])
     modes = (0, {}), (0.8, {}), (1.3, {"top_k": 9}), (0.7, {"min_p": 0.1})
+    modes += tuple((temperature, {"repetition_penalty": 1.3}) for temperature in (0, 0.9))
+    seen = torch.rand(7, V, generator=torch.Generator().manual_seed(V)) < 0.5
     for dtype in (torch.float32, torch.bfloat16):
         for temperature, rest in modes:
             params = SamplingParams(temperature, seed=V << 33, **rest)
@@ -147,7 +149,7 @@ def check_draw(V: int, device: str) -> None:
             for place, by in (("cpu", draw), (device, cuda_ops.draw)):
                 own = wider.to(place, dtype)[:, :V], positions.to(place), kind
                 tensors = SamplingTensors.of(params, place)
-                results.append(by(*own, tensors, None, depths.to(place)))
+                results.append(by(*own, tensors, seen.to(place), depths.to(place)))
             assert torch.equal(results[0], results[1].cpu()), (dtype, params)
             assert results[0][2:5].tolist() == [BAD_ROW] * 3 and results[1].dtype == torch.int64
 

@@ -35,7 +35,7 @@ from fasteagle.quant import kernels
 from fasteagle.quant.cuda_linear import InterleavedLinear
 from fasteagle.quant.scheme import Scheme
 from fasteagle.shapes import TreeShape
-from fasteagle.tree import Pool, TreeView, fuse
+from fasteagle.tree import Pool, TreeView, fuse, rerank
 from helpers import random_head, random_target, tiny_config
 from interleaved_models import (
     CONFIGS,
@@ -269,6 +269,36 @@ def test_what_is_too_large_for_one_program_or_in_documents_is_torchs():
     one, two = (Lookup(corpus=Corpus([[1, 2, 3, 4]], "cpu")) for _ in range(2))
     result, expected = cuda_ops.look_up(one, text, last, 2), two.propose(text, last, 2)
     assert result[0].tolist() == [3, 4] and all(map(torch.equal, result, expected))
+
+
+@pytest.mark.parametrize(("n_candidates", "n_nodes"), [(5, 8), (8, 5)])
+def test_the_size_of_a_tree_is_declared_as_it_is(n_candidates, n_nodes):
+    ids = torch.arange(n_candidates)
+    pool, root = Pool(ids, -torch.rand(n_candidates), torch.full_like(ids, -1)), ids[:1]
+    there = Pool(*(each.to("meta") for each in pool[:3]))
+    expected, declared = (
+        rerank(pool, root, n_nodes),
+        cuda_ops.rerank(there, root.to("meta"), n_nodes),
+    )
+    for name in ("tokens", "parents", "valid"):
+        own, other = getattr(expected, name), getattr(declared, name)
+        assert own.shape == other.shape and own.dtype == other.dtype
+    *_, sources = cuda_ops.rerank_pool(*there[:3], None, root.to("meta"), n_nodes)
+    assert sources.shape == (0,), "what the kernel returns for no sources"
+
+
+def test_the_largest_that_one_program_takes_is_its():
+    n, rows = cuda_ops.MOST_CANDIDATES, torch.arange(cuda_ops.MOST_TREE_ROWS)
+    pool = Pool(torch.arange(n), -torch.rand(n), torch.full((n,), -1))
+    calls = {
+        "rerank_pool": lambda: cuda_ops.rerank(pool, rows[:1], 8),
+        "fuse_pool": lambda: cuda_ops.fuse(pool, n, 1, rows[:2], torch.zeros(2)),
+        "relate_rows": lambda: cuda_ops.relate(rows, rows >= 0),
+    }
+    for name, call in calls.items():
+        with mock.patch.object(cuda_ops, name, return_value=(rows,) * (3 + ("pool" in name))) as op:
+            call()
+        assert op.called, name
 
 
 @pytest.mark.gpu

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
 
-from fasteagle.compile.cuda_draft import CudaDraft
+from fasteagle.compile.cuda_draft import CudaDraft, SharedDraft, Variant
+from fasteagle.compile.split_cycles import SplitCycle
 from fasteagle.decoding.launch import Launch
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.ngram import NgramDrafter
@@ -19,6 +21,8 @@ from fasteagle.shapes import FusedShape, GatedChain, TreeShape
 from fasteagle.tree import Pool
 from helpers import fused_drafter, random_head, spec_of
 from interleaved_models import KernelBackend, pack_, pack_lm_head_, packed_target
+
+MODE = SamplingMode(greedy=False)
 
 
 def test_a_head_is_drafted_with_together_until_its_kernels_are_left():
@@ -69,13 +73,62 @@ def test_which_cycles_draft_together():
         return draft._variant(Launch(spec_of(shape, 3, kind), drafter, None))
 
     usual, greedy = variant(), variant(kind=SamplingMode())
-    assert usual[1:4] == (3, 2, 2) and not usual.kind.greedy and greedy.kind.greedy
+    assert usual[1:4] == (3, 2, 2) and usual.n_slots == drafter.cache.n_slots
+    assert greedy.kind.greedy and not usual.kind.greedy
     assert variant(shape=TreeShape(2, 2, 4)) == usual
     assert variant(shape=FusedShape(0, 1, 4, 4)) is None, "looks up alone"
     assert variant(shape=GatedChain(4)) is None and variant(drafter=NgramDrafter()) is None
     assert variant(drafter=fused_drafter(other, drafter.shape, 128)) is None
     drafter.noise = "none"
     assert variant() == greedy
+
+
+def test_what_a_run_reads_of_its_texts():
+    """Rows of texts that are missing, and their blocks, are of none; so is what is past a text."""
+    model, _ = packed_target(vocab_size=64)
+    head = random_head(model)
+    drafters = [EagleDrafter(head, TreeShape(2, 2, 4), 128) for _ in range(2)]
+    fields = {"seed": torch.tensor([5, 6]), "temperature": torch.tensor([0.5, 2.0])}
+    states = [
+        SimpleNamespace(
+            seq_len=torch.tensor(70 + i),
+            count=torch.tensor([1 + i]),
+            tokens=torch.arange(8) + i,
+            features=torch.randn(8, head.config.feature_dim),
+            sampling=SimpleNamespace(**{name: both[i] for name, both in fields.items()}),
+        )
+        for i in range(2)
+    ]
+    shared = SharedDraft(drafters[0], Variant(4, 3, 2, 2, MODE, 128), states[0].features)
+    for texts in ([0, 1], [1, 0]):
+        shared.load([(states[i], drafters[i]) for i in texts])
+        for into, of in (
+            (shared.seq_len, lambda state: state.seq_len),
+            (shared._count, lambda state: state.count[0]),
+            (shared._tokens, lambda state: state.tokens[:3]),
+            (shared._features, lambda state: state.features[:3]),
+            (shared.sampling.seed, lambda state: state.sampling.seed),
+            (shared.sampling.temperature, lambda state: state.sampling.temperature),
+        ):
+            assert torch.equal(into[:2], torch.stack([of(states[i]) for i in texts]))
+        addresses = [drafters[i].cache.rows.data_ptr() for i in texts]
+        assert shared._table[:2, 6].tolist() == addresses and not shared._table[2:].any()
+    for rows, n in ((shared._pairs, 3), (shared._level, 2)):
+        assert rows._sequences.members.tolist() == [0] * n + [1] * n + [-1] * 2 * n
+        firsts = [block[:3] for block in rows._sequences.blocks.tolist()]
+        assert firsts[:2] == [[0, 0, n], [1, n, n]] and firsts[2:] == [[-1] * 3] * 2
+
+
+def test_as_many_texts_as_have_room_for_pairs_and_for_a_level():
+    for width, topk, sizes in ((1, 8, [2, 4, 8]), (1, 9, [2, 4]), (17, 2, [2]), (33, 2, [])):
+        assert Variant(0, width, 2, topk, MODE, 128).sizes == sizes
+
+
+def test_all_of_the_candidates_are_copied_into_the_memory_of_a_graph():
+    own = Pool(torch.zeros(3).long(), torch.zeros(3), torch.zeros(3).long())
+    new = Pool(torch.tensor([7, 8, 9]), torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1, 0, 1]))
+    SplitCycle(mock.Mock(), mock.Mock(), mock.Mock(), own).read_pool(new)
+    assert all(map(torch.equal, own[:3], new[:3]))
 
 
 def test_one_text_more_than_a_run_takes_drafts_alone():
@@ -97,3 +150,8 @@ def test_one_text_more_than_a_run_takes_drafts_alone():
         pools = draft([None] * n, [launch] * n)
         assert sizes == runs and sorted(pools) == list(range(n if n % 8 != 1 else n - 1))
         assert [int(pools[i].tokens[0]) for i in pools] == [1 + i // 8 for i in pools]
+    for width, runs in ((17, [2]), (33, [])):  # rows of more texts are too many
+        sizes.clear()
+        wide = Launch(spec_of(drafter.shape, width), drafter, None)
+        assert sorted(draft([None] * 3, [wide] * 3)) == list(range(2 * len(runs)))
+        assert sizes == runs

@@ -10,7 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fasteagle.compile.cuda_pass import ROWS, SEQUENCES, CudaPass, Shape
+from fasteagle.compile import cuda_pass
+from fasteagle.compile.cuda_blocks import MAX_ROWS
+from fasteagle.compile.cuda_pass import ROWS, SEQUENCES, CudaPass, Member, Shape, cache_numbers
+from fasteagle.decoding.cycle import EAGER
 from fasteagle.model import Output
 
 
@@ -93,3 +96,32 @@ def test_a_pass_that_is_not_captured_runs_and_says_so(passes):
         outputs = passes(*sequences([2, 3]), capture)
         assert [len(output.logits) for output in outputs] == [2, 3]
     assert not passes.is_captured
+
+
+def test_a_tree_of_more_rows_than_a_pass_takes_is_the_cores(passes, monkeypatch):
+    rows = torch.full((MAX_ROWS + 1, 1), -1)
+    eager = EAGER._replace(verify=lambda state, target, proposal: Output(rows, rows))
+    monkeypatch.setattr(cuda_pass, "EAGER", eager)
+    outputs = passes(*sequences([MAX_ROWS + 1, 3, MAX_ROWS]))
+    assert [len(output.logits) for output in outputs] == [MAX_ROWS + 1, 3, MAX_ROWS]
+    assert [bool((output.logits == -1).all()) for output in outputs] == [True, False, False]
+
+
+def test_a_pass_has_room_for_the_largest_cache_and_what_the_head_reads(passes):
+    states, proposals = sequences([1, 1])
+    states[1].cache = SimpleNamespace(n_slots=512, rows=states[1].cache.rows)
+    for state in states:
+        state.aux_layers = (0, 2)
+    passes(states, proposals)
+    assert passes.made == [Shape(2, 2, 512, (0, 2))]
+
+
+def test_tensors_that_kernels_find_by_addresses_are_in_one_piece():
+    wide = torch.zeros(6, dtype=torch.long)[::2]
+    state = SimpleNamespace(seq_len=wide[0], cache=SimpleNamespace(rows=torch.zeros(1)))
+    proposal = SimpleNamespace(tree=SimpleNamespace(tokens=wide), depths=wide, paths=wide)
+    member = Member.of(state, proposal)
+    assert all(each.is_contiguous() for each in (member.tokens, member.depths, member.paths))
+    for rows in (torch.zeros(2, 1, 3, 4).half(), torch.zeros(2, 1, 4, 16)[..., :8]):
+        with pytest.raises(AssertionError):
+            cache_numbers(rows)

@@ -30,6 +30,7 @@ from fasteagle.model import Target
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import TreeShape
+from fasteagle.tree import Pool
 from helpers import Even, finished, generated, random_head, random_target, tiny_config
 from replaying import FakeGraphs, FakePlace, PooledGraphs, ReplayingBackend
 
@@ -271,6 +272,34 @@ def test_graphs_of_sampling_modes_that_are_not_stored_any_more_are_dropped(engin
         finished(several)
     graphs = getattr(engine.runner, table)
     assert len({spec.kind for _, spec, *_ in graphs}) == MOST_KINDS
+
+
+def test_a_cycle_from_candidates_is_captured_apart(engine):
+    drafter = EagleDrafter(random_head(engine.model), TreeShape(2, 2, 4), 128)
+    engine.use(drafter)
+    [*engine.generate(PROMPTS[0], GREEDY, 3)]
+    launch = Launch(engine.spec(drafter.shape, SamplingMode()), drafter, None)
+    n = drafter.shape.pool
+    pool = Pool(torch.zeros(n).long(), torch.zeros(n), torch.full((n,), -1))
+    alone, together = (engine.runner._split_of(launch, each) for each in (None, pool))
+    assert engine.runner.error is None
+    assert alone.pool is None and torch.equal(together.pool.parents, pool.parents)
+
+
+@pytest.mark.parametrize("aux_layers", [(), (0, 1)])
+@pytest.mark.parametrize("width", [0, 3])
+def test_the_end_of_a_cycle_reads_features_only_where_they_are_stored(aux_layers, width):
+    """Auxiliary states in fp32, features in the model's own type, or nothing."""
+    target = Target(random_target(tiny_config()).bfloat16())
+    state, spec = SimpleNamespace(aux_layers=aux_layers), SimpleNamespace(width=width)
+    output = split_cycles._zeros(state, target, spec, 5)
+    dim = target.config.dim if width else 0
+    assert output.logits.shape == (5, target.config.vocab_size)
+    if aux_layers:
+        assert output.features.numel() == 0
+        assert output.aux_states.shape == (5, 2 * dim) and output.aux_states.dtype == torch.float32
+    else:
+        assert output.features.shape == (5, dim) and output.features.dtype == torch.bfloat16
 
 
 def test_beside_others_a_cycle_of_a_mode_that_was_prepared_needs_nothing(engine):
