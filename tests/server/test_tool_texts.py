@@ -13,7 +13,7 @@ from fasteagle.answering.answer_logits import AnswerRequest
 from fasteagle.options import AnswerOptions, SamplingParams
 from fasteagle.server.prepare import Plan
 from fasteagle.server.replies import AnswerText
-from fasteagle.server.tools import HERMES, LLAMA3, Call, parse_calls
+from fasteagle.server.tools import HERMES, LLAMA3, Call, before_cut_call, parse_calls
 
 BARE = '{"name": "weather", "parameters": {"city": "Rome"}}'
 
@@ -69,6 +69,7 @@ def read(text, step=1000, form=None, is_cut=False, opened="", most_calls=None, m
             "",
             [("f", {}), ("g", {})],
         ),
+        (f"{BARE}\n{BARE}", LLAMA3, "", [("weather", {"city": "Rome"})] * 2),
         ('{"name": "f", "parameters": {}} and more', LLAMA3, None, []),
         ('{"name": "f"}', LLAMA3, None, []),
         ('{"name": "Anna", "parameters": {}}', LLAMA3, None, []),
@@ -139,6 +140,25 @@ def test_a_call_that_was_cut_leaves_no_markup(form, text, content, n_calls):
         assert answer.ends_in_call == (text not in (f"well {CALL}", "a < b", '{"other": 1'))
         one = read(text, step, form, is_cut=True, most_calls=1)[3]
         assert one.calls == answer.calls and not (one.calls and one.ends_in_call)
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "left"),
+    [
+        (HERMES, "well \n<tool_call>{", "well"),
+        (HERMES, f"{CALL}\n<tool_call>{{", CALL),
+        (LLAMA3, '{\n    "name" : "we', ""),
+        (LLAMA3, '{\n    "number": 1', None),
+        (LLAMA3, " \n", None),
+    ],
+)
+def test_what_is_before_a_call_that_was_cut(form, text, left):
+    assert before_cut_call(text, form) == (text if left is None else left)
+
+
+def test_text_after_calls_is_no_cut_call():
+    text = f"{BARE} and more"
+    assert parse_calls(text, LLAMA3, ("weather",), is_cut=True) == (text, [])
 
 
 @pytest.mark.parametrize("step", [1, 4, 100])

@@ -95,6 +95,8 @@ NESTED = {
 }
 UNTYPED = {"properties": {"a": {"type": "integer"}}, "required": ["a"]}
 UNTYPED = {"type": "function", "function": {"name": "untyped", "parameters": UNTYPED}}
+FREE = {"type": "object", "additionalProperties": {"type": "integer"}}
+FREE = {"type": "function", "function": {"name": "free", "parameters": FREE}}
 NAMED = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
 MODES = {
     "auto": {},
@@ -122,6 +124,7 @@ def test_what_an_answer_with_tools_may_be(live, form, mode):
         (call("stop"), MODES),
         (call("untyped", a=1), MODES),
         (call("untyped", a="x"), ()),
+        (call("free", b=1), MODES),
         (call("untyped").replace("{}", "5"), ()),
         (call("nested", unit="F"), ()),
         (call("weather", city="C"), ()),
@@ -136,7 +139,7 @@ def test_what_an_answer_with_tools_may_be(live, form, mode):
         (f"well {right}", ("auto", "one")),
         (f"{right} bye", ("auto", "one") if form is HERMES else ()),
     ]
-    tools = [NESTED, UNTYPED, WEATHER, {"type": "function", "function": {"name": "stop"}}]
+    tools = [NESTED, UNTYPED, FREE, WEATHER, {"type": "function", "function": {"name": "stop"}}]
     mask = live.llm.grammar(answer_grammar(form, tools, **MODES[mode]))
     for text, modes in table:
         matcher, ids = mask._matcher.deep_copy(), live.llm.tokenizer.encode(text)
