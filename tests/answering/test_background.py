@@ -123,6 +123,87 @@ def test_a_measurement_that_fails_leaves_the_chat_as_it_was(
     assert engine.drafter.policy is None
 
 
+class Compiling:
+    """Stands for a compiler of cycles; `all` says for which ones there was something to do."""
+
+    all: list[tuple]
+    missing = False
+
+    def __init__(self, engine, kind, shapes=()) -> None:
+        if shapes or self.missing:
+            self.all.append((kind.greedy, shapes))
+
+    def compile(self) -> None:
+        pass
+
+    def apply(self) -> None:
+        pass
+
+
+@pytest.fixture
+def compiled_for(monkeypatch):
+    monkeypatch.setattr(Compiling, "all", made := [], raising=False)
+    for module in (tuner, background):
+        monkeypatch.setattr(module, "CycleCompiler", Compiling)
+    return made
+
+
+def test_what_the_policy_may_choose_is_compiled_as_answers_are_drawn(
+    target, tmp_path, compiler, compiled_for, capsys
+):
+    """Of costs that were stored nothing is said."""
+    engine = tuned_engine(target, tmp_path)
+    tuner.store_costs(engine, engine.drafter, costs(), 1.0)
+    sizes = tuner.sizes_of(engine.drafter, costs())
+    params = SamplingParams(0.8)
+    preparation = Preparation(engine, quiet=False, params=params)
+    preparation.join()
+    assert compiled_for == [(False, sizes)]
+    with preparation.answering(params):
+        pass
+    assert capsys.readouterr().err == ""
+
+
+def test_a_chat_that_is_not_tuned_measures_nothing(target, tmp_path, compiler, compiled_for):
+    engine = tuned_engine(target, tmp_path)
+    preparation = Preparation(engine, quiet=True, tune=False)
+    preparation.join()
+    assert engine.drafter.policy is None and not compiled_for
+    assert not preparation.busy
+    compiler.done = False
+    assert preparation.busy
+
+
+def test_nothing_is_captured_for_a_drafter_that_was_switched_off(
+    target, tmp_path, compiler, monkeypatch
+):
+    engine = tuned_engine(target, tmp_path, made=captured_engine)
+
+    def measured(engine, *rest, **options):
+        engine.use(None)
+        return costs(), 1.0
+
+    monkeypatch.setattr(background, "costs_of", measured)
+    Preparation(engine, quiet=True).join()
+    assert engine.drafter is None and engine.runner.graphs.captured == 0
+
+
+def test_an_answer_before_the_compiler_has_ended_begins_no_other_and_its_error_is_told_once(
+    target, compiler, compiled_for, monkeypatch, capsys
+):
+    monkeypatch.setattr(Compiling, "missing", True)
+    compiler.ready = False
+    preparation = Preparation(Engine(target, 64), quiet=True, tune=False)
+    preparation.join()
+    compiler.error = "no compiler"
+    monkeypatch.setattr(compiler, "apply", lambda: False)
+    for _ in range(2):
+        with preparation.answering(SamplingParams(0.8)):
+            pass
+    assert capsys.readouterr().err == "warning: running without compilation: no compiler\n"
+    assert not compiled_for
+
+
 def test_another_way_to_draw_is_compiled_in_the_background(target, compiler, monkeypatch, tmp_path):
     """And another drafter, or the one before it: the code of each drops that of the other."""
     drafter = EagleDrafter(random_head(target), TreeShape(), 512)
