@@ -60,6 +60,14 @@ def test_noise_of_a_hash_that_rounds_to_one_and_of_zero(position, token):
         assert drawn.tolist() == [token]
 
 
+def test_penalized_scores_are_not_rounded_to_the_type_of_the_logits():
+    logits, seen = torch.zeros(1, 64).bfloat16(), torch.zeros(1, 64).bool()
+    logits[0, 3], logits[0, 9], seen[0, 9] = 6.1875, 8.0625, True  # 8.0625 / 1.3 = 6.202
+    how = *drawing(SamplingParams(repetition_penalty=1.3), 64), seen
+    for by in (draw, cuda_ops.draw):
+        assert by(logits, torch.tensor([5]), *how).tolist() == [9]
+
+
 def test_kernels_that_run_read_nothing_that_others_should_have_written(kernels_on_cpu):
     """Of two trees one may have a kernel that is compiled, after another one that is not."""
     target = random_target(tiny_config())
