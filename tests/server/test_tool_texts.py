@@ -69,6 +69,7 @@ def read(text, step=1000, form=None, is_cut=False, opened="", most_calls=None, m
             "",
             [("f", {}), ("g", {})],
         ),
+        (f" \n{BARE}\n", LLAMA3, "", [("weather", {"city": "Rome"})]),
         (f"{BARE}\n{BARE}", LLAMA3, "", [("weather", {"city": "Rome"})] * 2),
         ('{"name": "f", "parameters": {}} and more', LLAMA3, None, []),
         ('{"name": "f"}', LLAMA3, None, []),

@@ -21,7 +21,9 @@ def ask(client, live, **more):
 
 def test_which_templates_can():
     assert tool_format(QWEN) is HERMES and tool_format(LLAMA) is LLAMA3
-    for other in ("", "{{ messages }}", "{% if tools %}{{ tools }}{% endif %}", "<tool_call>"):
+    bare = "{% if tools %}{{ tools }}{% endif %}"
+    others = "", "{{ messages }}", bare, f'{bare} "parameters"', f"{bare} name", "<tool_call>"
+    for other in others:
         with pytest.raises(FasteagleError, match="tools: this model's chat template takes none"):
             tool_format(other)
 
