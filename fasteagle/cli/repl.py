@@ -14,7 +14,7 @@ from fasteagle.cli.session import ChatSession, Piece, format_stats
 from fasteagle.config_fields import parse_json_file
 from fasteagle.drafting.draft_model import ModelDrafter
 from fasteagle.drafting.eagle import EagleDrafter
-from fasteagle.errors import FasteagleError, note, reason_of, suggest
+from fasteagle.errors import FasteagleError, note, reason_of, shown, suggest
 from fasteagle.options import AnswerOptions, SamplingParams
 from fasteagle.paths import state_dir, write_atomic
 
@@ -308,7 +308,7 @@ def _with_value(options: Any, key: str, value: str) -> Any:
         else:
             new = tuple(s for s in value.split(",") if s)
     except ValueError:
-        raise FasteagleError(f"/set {key}: {value!r} is not a number ({kind})") from None
+        raise FasteagleError(f"/set {key}: {shown(value)} is not a number ({kind})") from None
     return dataclasses.replace(options, **{key: new})
 
 

@@ -119,6 +119,7 @@ def test_setting_options(typed):
         ("/set top_q=1", "knows no 'top_q'"),
         ("/set greedy=1", "knows no 'greedy'"),
         ("/set seed=x", "'x' is not a number"),
+        ("/set seed=" + "9" * 5000, "9999 ... is not a number"),
         ("/set seed", "wants key=value"),
         ("/set max_new_tokens=0", "max-new-tokens 0"),
         ("/set think=maybe", "'maybe' is unknown: use on, off, default"),
