@@ -243,6 +243,18 @@ def test_prompts_go_before_answers_that_nobody_waits_for(awaited):
     assert (meanwhile > 0) == awaited
 
 
+def test_prompts_are_computed_in_the_order_in_which_they_came():
+    several, order = Batch(Engine(random_target(tiny_config()), 128), 3), []
+    several.begin(0, [9], 128, lambda own: own.generate([9], SamplingParams(), 100))
+    several.step()
+    for key in (1, 2):
+        begin(several, key, ([9 + key], SamplingParams(), 3))
+    while len(order) < 2:
+        order += [key for key, _ in several.step() if key and key not in order]
+    assert order == [1, 2] and several.running[0] == 0
+    several.close()
+
+
 def test_caches_grow_with_the_longest_text():
     config = tiny_config(max_seq_len=512)
     engine = Engine(random_target(config), 512)
