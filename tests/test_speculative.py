@@ -15,6 +15,7 @@ from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.options import SamplingParams
 from fasteagle.shapes import FusedShape, StaticShape, TreeShape
+from fasteagle.state import PENDING
 from fasteagle.tree import DraftTree, chain
 from helpers import (
     GREEDY,
@@ -233,6 +234,13 @@ def test_draft_cache_holds_the_true_pairs(target, head):
     text = [*text, 7, 3, 1]
     text = text + generated(engine, 20, text)
     assert engine.stats.cached_tokens > 30
+    assert_true_pairs(engine, text, missing=10)
+    engine.use(EagleDrafter(head, TreeShape(3, 4, 7), 512))  # which has seen nothing of it
+    text = [*text, 7, 3, 1]
+    text = text + generated(engine, 20, text)
+    assert_true_pairs(engine, text, missing=10)
+    engine.restart()  # and after more plain cycles than pairs are stored for
+    text = PROMPT + generated(engine, PENDING + 40, speculate=False)
     assert_true_pairs(engine, text, missing=10)
 
 
