@@ -185,6 +185,8 @@ def test_each_engine_drafts_as_the_first_one_does_now():
         engine.use(drafter)
         for key in range(2):
             begin(several, key, ([9 + key] * 6, SamplingParams(), 3))
+        # Its size is fixed: there is no policy that could decide for all.
+        assert drafter is None or drafter.company is None
         finished(several)
         origins = [own.drafter and own.drafter.origin for own in several.engines]
         assert origins == [drafter and drafter.origin] * 2
