@@ -53,8 +53,8 @@ def evaluate(model: str, options: EvalOptions, runtime: RuntimeOptions) -> list[
     opened = open_model(model, runtime)
     windows = read_windows(options, opened.tokenizer)
     runtime = _with_room(runtime, options.window, opened)
-    for name in options.precisions:
-        opened.check(runtime.at(name))
+    for name in options.precisions:  # a part in the name; that of `runtime` is of quantized ones
+        opened.check(RuntimeOptions(max_seq_len=runtime.max_seq_len).at(name))
     need = sum(required_bytes(opened.checkpoint.config, torch.float32, options.window))
     free = available_bytes(device)
     dense = "fp32" if free is None or need * 1.1 < free else pick_dtype("auto", device)

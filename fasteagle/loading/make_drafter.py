@@ -108,8 +108,7 @@ def _open_draft_model(
     if useless := [flag for flag, value in others.items() if value is not None]:
         raise FasteagleError(f"--draft-model drafts by itself: drop {' and '.join(useless)}")
     opened = open_model(draft.draft_model, notify=notify)
-    options = dataclasses.replace(runtime.at(draft.draft_precision), max_seq_len=None)
-    opened.check(options)
+    opened.check(RuntimeOptions().at(draft.draft_precision))  # not the target's -lm4
     _require_same_tokens(opened, target)
     ours, theirs = opened.checkpoint.config.params, target.checkpoint.config.params
     if ours >= theirs:
@@ -119,7 +118,8 @@ def _open_draft_model(
             "smaller one"
         )
     max_seq_len = runtime.seq_len_for(target.checkpoint.config.max_seq_len, target.name)
-    return opened.prepared(dataclasses.replace(options, max_seq_len=max_seq_len), notify)
+    options = dataclasses.replace(runtime.at(draft.draft_precision), max_seq_len=max_seq_len)
+    return opened.prepared(options, notify)
 
 
 def _require_same_tokens(draft: OpenedModel, target: OpenedModel) -> None:

@@ -97,3 +97,8 @@ def test_one_of_a_shorter_context(chat, tmp_path):
 )
 def test_options_that_do_not_go_together(chat, options, message):
     assert message in refused(chat(*options))
+
+
+def test_the_bits_of_the_targets_lm_head_are_not_those_of_a_dense_draft_model(chat, small_dir):
+    options = ("--precision", "int4-g32-lm4-aten", "--draft-model", small_dir)
+    assert chat(*options, "--max-new-tokens", 2).exit_code == 0
