@@ -345,4 +345,12 @@ def test_prompts_take_no_more_time_than_the_answers_meanwhile(monkeypatch):
     while len(parts) < 8:
         several.step()
     assert [after - before for before, after in itertools.pairwise(parts)] == [3] * 7
+    while not several.has_room:
+        several.step()
+    several.step()
+    passes.clear()
+    begin(several, 2, ([12], SamplingParams(), 2))
+    while len(parts) < 9:
+        several.step()
+    assert parts[-1] == 1  # the time of the last prompt does not count
     several.close()

@@ -55,6 +55,17 @@ def test_an_error_at_the_end_of_one_cycle_is_not_the_others():
     assert text == expected and errors == ["a broken processor"]
 
 
+def test_what_came_before_an_error_is_not_lost():
+    several, error = Batch(Engine(random_target(tiny_config()), 128), 1), RuntimeError("broken")
+
+    def items(own):
+        yield [5]
+        raise error
+
+    several.begin(0, [9], 10, items)
+    assert several.step() == [(0, [5]), (0, error)]
+
+
 def test_an_answer_that_failed_changes_no_later_one():
     """Its traceback holds the cycles, which end with it and not when it is dropped."""
     engine = Engine(random_target(tiny_config()), 128)
