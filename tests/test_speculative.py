@@ -14,6 +14,7 @@ from fasteagle.drafting.static_tree import StaticTreeDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.options import SamplingParams
+from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import FusedShape, StaticShape, TreeShape
 from fasteagle.state import PENDING
 from fasteagle.tree import DraftTree, chain
@@ -230,6 +231,7 @@ def test_draft_cache_holds_the_true_pairs(target, head):
     """After a run and a follow-up, the head's cache equals one filled from the whole text."""
     drafter = EagleDrafter(head, TreeShape(3, 4, 7), 512)
     engine = Engine(target, 512, drafter=drafter)
+    assert engine.spec(drafter.shape, SamplingMode()).width == 4  # an accepted path, and one more
     text = PROMPT + generated(engine, 30)
     text = [*text, 7, 3, 1]
     text = text + generated(engine, 20, text)
