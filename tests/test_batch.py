@@ -177,6 +177,16 @@ def native(tiny_dir):
     return made
 
 
+def test_what_several_answers_share_is_compiled_once_before_the_second(monkeypatch):
+    engine, running = Engine(random_target(tiny_config()), 128), []
+    monkeypatch.setattr(engine, "compile_shared", lambda: running.append(several.running))
+    several = Batch(engine, 3)
+    for key in range(3):
+        begin(several, key, ([9 + key], SamplingParams(), 3))
+    assert running == [[0]] and not several.has_room
+    several.close()
+
+
 def test_each_engine_drafts_as_the_first_one_does_now():
     """A text goes on where most of it is cached, with the drafter in use."""
     engine = Engine(random_target(tiny_config()), 128)
@@ -279,6 +289,12 @@ def test_memory_that_is_not_there(monkeypatch):
     with pytest.raises(NoRoomError, match="a text of 305 tokens .* need .* fewer at once"):
         begin(several, 0, ([9] * 300, SamplingParams(), 5))
     assert not several.running and several.has_room
+    # There is room for one such text, which has begun, and not for two.
+    monkeypatch.setattr(batch, "available_bytes", lambda device: 60 * engine.slot_bytes)
+    begin(several, 0, ([9] * 300, SamplingParams(), 5))
+    with pytest.raises(NoRoomError):
+        begin(several, 1, ([9] * 300, SamplingParams(), 5))
+    several.close()
 
 
 def test_idle_engines_give_their_memory_back(monkeypatch):
@@ -301,6 +317,7 @@ def test_idle_engines_give_their_memory_back(monkeypatch):
     with pytest.raises(NoRoomError):
         begin(several, 2, ([9] * 900, SamplingParams(), 5))
     begin(several, 2, jobs[2])
+    assert all(len(own.cached) < own.cache.n_slots for own in several.engines)
     assert [*finished(several).values()] == expected
 
 
