@@ -47,7 +47,8 @@ def test_prompts_are_computed_alike_with_and_without_a_draft_head(window, monkey
         for prompt, n_same in ((text + [7] * 400, len(text) - 1), ([*text[:20], 8, 9], 20)):
             rows = engine.cache.rows[:, :, :n_same].clone()
             passes.clear()
-            normed, *_ = engine.prefill(prompt)
+            normed, _, n_cached = engine.prefill(prompt)
+            assert n_cached == passes[0][0]
             assert torch.equal(engine.cache.rows[:, :, :n_same], rows)
             chunks.append([each for each in passes if each[0] >= n_same])
             assert torch.allclose(normed, Engine(target, 512).prefill(prompt)[0], atol=1e-4)

@@ -290,6 +290,9 @@ def test_ends_in_the_middle_of_an_accepted_path(target, params):
         assert made.stats.finish == "eos" and made.cached == PROMPT + expected[:-1]
         assert generated(made, at, params=params) == truth[:at]
         assert made.stats.finish == "length" and made.cached == PROMPT + truth[: at - 1]
+        whole_paths, last = divmod(at - 2, 6)
+        lengths = [5] * whole_paths + [min(5, last + 1)] if at > 1 else []
+        assert made.stats.path_lengths == lengths
         small = engine(len(PROMPT) + at)
         assert generated(small, params=params) == truth[:at] and small.stats.finish == "context"
         follow_up = PROMPT + expected + [3]
