@@ -67,6 +67,14 @@ def test_a_chosen_tool_is_the_only_one(plan):
     assert "now" in plan(tools=tools, tool_choice="required").form.text
 
 
+def test_any_json_and_calls_are_one_form(plan):
+    """Of which no field alone is at fault."""
+    both = plan(tools=[WEATHER], response_format={"type": "json_object"})
+    assert both.form.kind == "grammar" and "weather" in both.form.text
+    assert both.form_field is None
+    assert plan(tools=[WEATHER], tool_choice="required").form_field == "tools"
+
+
 @pytest.mark.parametrize("name", ["", "a b", 'a"', "ä", "a" * 65])
 def test_names_that_no_tool_has(name):
     ChatRequest(messages=[HELLO], tools=[named("get-Weather_2")])

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -151,6 +152,14 @@ def test_a_busy_server_is_asked_again(stub, ask, problem):
     done = ask(stub.url, "--batch", 1)
     assert done.exit_code == 0, done.output
     assert "3 conversations" in done.stderr and len(stub.bodies) == 6
+
+
+def test_it_is_asked_later_and_later(stub, ask, monkeypatch):
+    delays = []
+    monkeypatch.setattr(served_model, "time", SimpleNamespace(sleep=delays.append))
+    stub.plan = ["reset"] * 9
+    assert ask(stub.url, "--batch", 1).exit_code == 2
+    assert delays == [served_model.FIRST_DELAY * n for n in (1, 2, 4)]
 
 
 def error(message):
