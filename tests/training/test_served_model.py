@@ -283,3 +283,20 @@ def test_half_of_a_character_in_an_answer_is_replaced(stub, ask, tmp_path):
     stub.plan = [(200, json.dumps(answer))]
     done = ask(stub.url, "--batch", 1)
     assert done.exit_code == 0 and next(iter(lines(tmp_path)))["id"] == 0
+
+
+@pytest.mark.parametrize(("before", "answer"), [("Q: ", "yes."), ("other: ", "yes")])
+def test_an_answer_before_which_the_template_writes_something_else_has_no_end_mark(before, answer):
+    """The tokens of a whole conversation are those of an answer only after what was asked."""
+
+    def encode(text):
+        return [*map(ord, text)]
+
+    tokenizer = SimpleNamespace(encode=encode, eos_ids={ord(".")}, render=lambda *_: "Q: yes.")
+    model = served_model.ServedModel("http://localhost", "m", tokenizer, None)
+    assert model._answer_ids((), before, "yes", False) == encode(answer)
+
+
+def test_a_long_message_of_the_server_is_cut(stub, ask):
+    stub.plan = [(400, error("x" * 999))]
+    assert ask(stub.url, "--batch", 1).stderr.count("x") < 330
