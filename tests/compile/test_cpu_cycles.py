@@ -13,12 +13,14 @@ from fasteagle.compile import cpu_cycles
 from fasteagle.compile.cpu_cycles import MOST_CYCLES, CpuRunner, NativeCycles
 from fasteagle.compile.cpu_draft import NativeDraft
 from fasteagle.compile.cycles import CycleCompiler
-from fasteagle.decoding.launch import End
+from fasteagle.decoding.cycle import EAGER
+from fasteagle.decoding.launch import End, Launch, variant_of
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.static_tree import StaticTreeDrafter
 from fasteagle.errors import EngineError
 from fasteagle.generate import Engine
 from fasteagle.model import KVCache
+from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import GatedChain, TreeShape
 from helpers import Even, tiny_config
 from native_cycles import (
@@ -147,6 +149,14 @@ def test_kernels_that_leave_nothing_to_compile_run_several_cycles(target, calls)
     assert engine.runner.compiled
     chunks_of(engine)
     assert max(calls) == MOST_CYCLES
+
+
+def test_other_pieces_end_calls_of_several_cycles(target):
+    engine = engine_of(target)
+    spec = engine.spec(None, SamplingMode())
+    assert engine.runner.cycles(Launch(spec, None, None)) is not None
+    engine.runner.use_compiled({variant_of(None, spec): EAGER})
+    assert engine.runner.cycles(Launch(spec, None, None)) is None
 
 
 def test_the_time_of_a_cycle_is_its_own(target):
