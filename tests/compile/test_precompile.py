@@ -140,6 +140,14 @@ def test_kernels_of_drafting_and_committing_are_among_them(kernels_on_cpu):
     assert moved == [4], "plain cycles move nothing"
 
 
+def test_a_token_is_drawn_in_each_mode_of_sampling():
+    engine, kinds = captured_engine(random_target(tiny_config()), 64), []
+    modes = SamplingMode(), SamplingMode(greedy=False)
+    specs = [engine.spec(None, kind) for kind in (*modes, *modes)]
+    run_draws(engine.backend.target, specs, engine.state, lambda *how: kinds.append(how[2]))
+    assert len(kinds) == 2 and {*kinds} == {*modes}
+
+
 def test_the_rows_and_candidates_of_cycles_to_come(monkeypatch):
     """A level of a tree, new pairs and the end of a prompt; all that a lookup may add to a tree."""
     target = random_target(tiny_config())
