@@ -373,6 +373,7 @@ def open_llm(
     ServeOptions(prefix_cache=prefix_cache_gb)  # checks it
     opened = open_model(model, runtime_options, notify)
     opened.check(runtime_options)
+    opened.tokenizer.try_templates()
     if think is not None:
         opened.tokenizer.check_think(think)
     if not opened.tokenizer.template:

@@ -149,10 +149,10 @@ class ChatTokenizer:
         """Return the text of each token id, special tokens included."""
         return {token: text for text, token in self._backend.get_vocab().items()}
 
-    @property
-    def templates(self) -> list[str]:
-        """Sources of the chat templates: one, that for tools beside another, or none."""
-        return [text for text in (self._template, self._with_tools) if text]
+    def try_templates(self) -> None:
+        """Begin the trials of the chat templates, to be over when the model is loaded."""
+        for text in filter(None, (self._template, self._with_tools)):
+            trial_of(text)
 
     @property
     def template(self) -> str:
@@ -329,10 +329,7 @@ def load_tokenizer(path: Path, template: str | None = None) -> ChatTokenizer:
         except StrictDataclassError as error:  # of a field that only transformers reads
             config = folder / "config.json"
             raise FasteagleError(f"{config}: {error.__cause__ or error}") from error
-    tokenizer = ChatTokenizer(backend, _eos_ids(folder, backend), template)
-    for text in tokenizer.templates:
-        trial_of(text)  # ends while the model is loaded
-    return tokenizer
+    return ChatTokenizer(backend, _eos_ids(folder, backend), template)
 
 
 def _eos_ids(folder: Path, backend: Any) -> frozenset[int]:

@@ -74,3 +74,12 @@ def test_a_trial_that_does_not_end_is_given_up(monkeypatch):
     monkeypatch.setattr(template_check, "LONGEST_TRIAL", 0.01)
     with pytest.raises(FasteagleError, match=r"takes more than 0\.01 seconds"):
         template_check.try_template("{{ 2 }}")
+
+
+def test_a_trial_begins_where_a_model_is_to_chat(tiny_dir, monkeypatch):
+    tried = []
+    monkeypatch.setattr(template_check, "run_trial", lambda *all_: tried.append(all_[1][0]) or "")
+    tokenizer = load_tokenizer(tiny_dir, "{{ 3 }}")
+    assert not tried
+    tokenizer.try_templates()
+    assert template_check.trial_of("{{ 3 }}").result() is None and tried == ["{{ 3 }}"]
