@@ -6,6 +6,11 @@ import torch
 from torch import nn
 
 
+def in_22_bits(scale: torch.Tensor) -> torch.Tensor:
+    """Round fp32 down, as our CPU kernels round scales."""
+    return (scale.view(torch.int32) & ~3).view(torch.float32)
+
+
 def rounded_activations(x: torch.Tensor) -> torch.Tensor:
     """x [T, K] as our CPU kernels see it: 8 bits in blocks of 32, or 16; in fp64."""
     K = x.shape[1]
@@ -13,10 +18,11 @@ def rounded_activations(x: torch.Tensor) -> torch.Tensor:
     most = blocks.abs().amax(-1, keepdim=True)
     inverse = torch.where(most > 0, 127 / most.clamp(min=1e-30), 0)
     q = (blocks * inverse).round()
-    scale = most / 127
+    scale = in_22_bits(most / 127)
     rest = ((blocks.double() - q.double() * scale.double()).float() * (254 * inverse)).round()
     large = scale.square() * blocks.shape[1] > 2 * scale.square().sum(1, keepdim=True)
-    rounded = q.double() * scale.double() + torch.where(large, rest.double() * scale / 254, 0)
+    errors = torch.where(large, rest.double() * in_22_bits(scale / 254), 0)
+    rounded = q.double() * scale.double() + errors
     return rounded.flatten(1)[:, :K]
 
 

@@ -32,10 +32,10 @@ struct Product {
   static constexpr int64_t STEP = 1;  // elements of a lane
   static VF add(VF sum, VF a, VF b) { return fma(a, b, sum); }
   static VF ones() { return splat(1.0f); }
-  static VF exp(VF x) { return exp_of(x); }
+  static VF exp(VF x) { return std::is_same_v<C, Bf16> ? coarse_exp_of(x) : exp_of(x); }
 };
 #if FASTEAGLE_ISA == 5
-// In bf16, by pairs, the odd one first: twice as fast. Sums are fp32.
+// In bf16, by pairs, the odd one first: twice as fast on AMD's cores. Sums are fp32.
 template <>
 struct Product<Bf16> {
   using Factor = Bf16;
@@ -88,9 +88,10 @@ struct Attention {
     turn([&](int i) { return i < n ? keys + i * heads.E : NONE; }, turned);
   }
 
-  // Transposes the keys `row(0)` .. `row(W - 1)`.
+  // Transposes the keys `row(0)` .. `row(W - 1)`. Not inlined, for then GCC keeps the tile in
+  // memory.
   template <class F>
-  [[gnu::always_inline]] void turn(F row, float* turned) const {
+  [[gnu::noinline]] void turn(F row, float* turned) const {
     constexpr int64_t STRIDE = WIDE * W;
     int64_t e = 0;
     VF tile[W];

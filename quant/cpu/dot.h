@@ -149,8 +149,8 @@ template <int BITS>
 constexpr int PARTS = BITS == 4 && FASTEAGLE_ISA == 1 ? 2 : 1;
 
 // Computes integer products of R rows of activations, 32 bytes each at `q`, with PARTS * W outputs
-// of one block at `line`, and passes them to `take` by row and part. They include the `start` of
-// `terms`, which is 0 unless `based`.
+// of one block at `line`, and passes them, times the scale of their `terms`, to `take` by row and
+// part. They include the `start` of `terms`, which counts if `based`.
 template <int R, int BITS, class F>
 [[gnu::always_inline]] inline void block_products(const uint8_t* line, const int8_t* q,
                                                   const Term* terms, bool based, F take) {
@@ -180,7 +180,7 @@ template <int R, int BITS, class F>
             VI total = quads(totals[r][p]);
             if (based) [[unlikely]]
               total += splat(terms[r].start);
-            take(r, p, total);
+            take(r, p, to_float(total) * splat(terms[r].scale));
           }
       });
     });
@@ -207,7 +207,11 @@ template <int R, int BITS, class F>
       }
     }
   }
-  for (int r = 0; r < R; r++) take(r, 0, dots[r].total());
+  for (int r = 0; r < R; r++) {
+    const VF scale = splat(terms[r].scale);
+    const VI total = dots[r].total();
+    take(r, 0, BY_MAGIC ? fma((VF)total, scale, splat(terms[r].shift)) : to_float(total) * scale);
+  }
 }
 
 }  // namespace

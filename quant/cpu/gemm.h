@@ -40,7 +40,7 @@ struct Header {
   int64_t stride;        // bytes of 16 outputs
   int64_t scales_at, second_at;
 };
-constexpr int32_t MAGIC = 0x45474c46;
+constexpr int32_t PACKED = 0x45474c46;
 constexpr int HEADER_BYTES = 64;
 
 struct Weight {
@@ -59,7 +59,7 @@ struct Weight {
     TORCH_CHECK(packed.numel() >= HEADER_BYTES && packed.is_contiguous(), "not a packed weight");
     const uint8_t* memory = packed.const_data_ptr<uint8_t>();
     std::memcpy(&h, memory, sizeof h);
-    TORCH_CHECK(h.magic == MAGIC && h.N > 0 && h.K > 0 && h.group_blocks > 0 && h.stride > 0 &&
+    TORCH_CHECK(h.magic == PACKED && h.N > 0 && h.K > 0 && h.group_blocks > 0 && h.stride > 0 &&
                     (h.bits == 4 ? h.second == 1 || h.second == 2 : h.bits == 8 && h.second == 0),
                 "not a packed weight");
     data = memory + HEADER_BYTES;
@@ -92,6 +92,11 @@ struct Weight {
     VF scale[PARTS<BITS>], offset[PARTS<BITS>];  // offsets of 4-bit weights only
   };
 
+  // Returns W scales of 16 outputs at `block`.
+  VF scale(const uint8_t* block, int64_t group, int part) const {
+    return parameter(block + h.scales_at, group * COLUMNS + part * W);
+  }
+
   // Returns the parameters of PARTS * W of 16 outputs at `block`, from part `part`, and prefetches
   // those of the next 16 outputs, which follow their values, and to the L2 cache those `ahead`.
   template <int BITS>
@@ -107,7 +112,7 @@ struct Weight {
       __builtin_prefetch(next + h.second_at);
     }
     for (int p = 0; p < PARTS<BITS>; p++) {
-      result.scale[p] = parameter(block + h.scales_at, at + p * W);
+      result.scale[p] = scale(block, group, part + p);
       if constexpr (BITS == 4) {
         result.offset[p] = parameter(block + h.second_at, at + p * W);
         if (h.second == 2) [[unlikely]]
@@ -150,8 +155,7 @@ template <int R, int BITS, bool SINGLE>
         to_l2(far + j * 4 * COLUMNS);
         __builtin_prefetch(line + j * 4 * COLUMNS + NEAR);
       }
-      const auto take = [&](int r, int p, VI total) __attribute__((always_inline)) {
-        const VF value = to_float(total) * splat(terms[r].scale);
+      const auto take = [&](int r, int p, VF value) __attribute__((always_inline)) {
         if constexpr (SINGLE) {
           add(r, p, value, terms[r].offset);
         } else {
@@ -184,13 +188,13 @@ template <int BITS>
                                 const Choice& choice, int64_t row, float* y) {
   constexpr int TOGETHER = 4;
   for (const auto [b, begin, end] : choice.rests_of(row)) {
-    const auto [scale, offset] = w.parameters<BITS>(block, b / w.h.group_blocks, part);
+    VF scale[PARTS<BITS>];
+    for (int p = 0; p < PARTS<BITS>; p++) scale[p] = w.scale(block, b / w.h.group_blocks, part + p);
     for (int64_t i = begin; i < end; i += TOGETHER)
       with_count<TOGETHER>(std::min<int64_t>(TOGETHER, end - i), [&](auto R) {
         const Term* terms = choice.rest_terms + i;
-        const auto take = [&](int r, int p, VI total) __attribute__((always_inline)) {
+        const auto take = [&](int r, int p, VF value) __attribute__((always_inline)) {
           float* out = y + choice.rest_rows[i + r] * COLUMNS + p * W;
-          const VF value = to_float(total) * splat(terms[r].scale);
           store(out, fma(scale[p], value, load(out)));
         };
         block_products<R, BITS>(block + part * 4 * W + b * STEP<BITS>, choice.rest + i * BLOCK,

@@ -19,6 +19,21 @@ constexpr int BLOCK = 32;     // inputs that share one scale of the activations
 constexpr int MAX_TILE = 8;   // rows that share one unpacking
 constexpr int MAX_ROWS = 32;  // rows of a pass, or of a part of one, that share reading of weights
 
+// An integer sum that begins with the bits of `MAGIC`, 1.5 * 2^23, is the number MAGIC + sum in
+// fp32: one operation turns it into sum * scale, if VNNI adds the products to the sum itself.
+constexpr float MAGIC = 12582912.0f;
+constexpr int32_t MAGIC_BITS = 0x4b400000;
+constexpr bool BY_MAGIC = FASTEAGLE_ISA >= 4 || FASTEAGLE_ISA == 2;
+
+// Rounds a scale to 22 bits, so that its product with MAGIC is exact.
+inline float in_22_bits(float scale) {
+  uint32_t bits;
+  std::memcpy(&bits, &scale, sizeof bits);
+  bits &= ~3u;
+  std::memcpy(&scale, &bits, sizeof bits);
+  return scale;
+}
+
 // Rows of activations in 8 bits, stored by block, so that the rows of a block are adjacent; and
 // their rounding errors in 8 bits, at a 254th of the scale. `Choice` selects where the errors
 // count.
@@ -45,7 +60,7 @@ struct Activations {
     return a;
   }
 
-  // Rounds 32 values. Any value that is not finite makes the scale NaN, and all results of it.
+  // Rounds 32 values. Any value that is not below 1e33 makes the scale NaN, and all results of it.
   void quantize(int64_t row, int64_t block, const float* x) {
     VI best = {};  // sizes in their bits: those of infinity and NaN are the largest
     VF v[BLOCK / W];
@@ -57,7 +72,8 @@ struct Activations {
     float most;
     std::memcpy(&most, &bits, sizeof most);
     const bool zero = !(most > 1e-30f);
-    const float inverse = zero ? 0.0f : 127.0f / most, scale = zero ? 0.0f : most / 127.0f;
+    const float inverse = zero ? 0.0f : 127.0f / most;
+    const float scale = zero ? 0.0f : in_22_bits(most / 127.0f);
     const int64_t at = block * rows + row;
     VU totals = {};  // of the values in the lower half of a lane, of their errors in the upper half
     for (int i = 0; i < BLOCK / W; i++) {
@@ -69,7 +85,7 @@ struct Activations {
     }
     const int64_t of_row = row * blocks + block;
     const uint32_t both = sum(totals);
-    scales[of_row] = bits < 0x7f800000 ? scale : std::numeric_limits<float>::quiet_NaN();
+    scales[of_row] = most < 1e33f ? scale : std::numeric_limits<float>::quiet_NaN();
     sums[of_row] = int16_t(both);
     rest_sums[of_row] = int32_t(both - uint32_t(sums[of_row])) >> 16;
   }
@@ -100,8 +116,13 @@ struct Activations {
 // Parameters of one row and block that a product needs besides the integers.
 struct Term {
   float scale;    // of the activations
+  float shift;    // -MAGIC * scale
   float offset;   // factor of a weight's offset: the activations' sum
   int32_t start;  // first value of the integer sum: corrects for the base of stored weights
+
+  Term() = default;
+  Term(float scale_, float offset_, int32_t start_)
+      : scale(scale_), shift(-MAGIC * scale_), offset(offset_), start(start_) {}
 };
 
 // Terms of all blocks, and the rounding errors of blocks where a row counts with 16 bits: those
@@ -167,7 +188,9 @@ struct Choice {
 
   // Chooses for `rows` rows from `row`.
   void choose(const Activations& x, int64_t row, int64_t rows, int base) {
-    const auto start = [&](int32_t sum) { return int32_t(-uint32_t(base) * uint32_t(sum)); };
+    const auto start = [&](int32_t sum) {
+      return int32_t((BY_MAGIC ? MAGIC_BITS : 0) - uint32_t(base) * uint32_t(sum));
+    };
     float squares[MAX_ROWS];
     for (int64_t t = 0; t < rows; t++) squares[t] = squares_of(x.scales + (row + t) * blocks_);
     for (int64_t b = 0; b < blocks_; b++) {
@@ -177,7 +200,7 @@ struct Choice {
         const float scale = x.scales[of_row];
         terms[at] = {scale, scale * float(x.sums[of_row]), start(x.sums[of_row])};
         if (!(square(scale) * float(blocks_) > 2.0f * squares[t])) continue;
-        const float rest_scale = scale / 254.0f;
+        const float rest_scale = in_22_bits(scale / 254.0f);
         terms[at].offset += rest_scale * float(x.rest_sums[of_row]);
         std::memcpy(rest + int64_t(n_rests_) * BLOCK, x.rest + at * BLOCK, BLOCK);
         rest_terms[n_rests_] = {rest_scale, 0, start(x.rest_sums[of_row])};

@@ -180,6 +180,8 @@ def test_cpu_and_compiler_decide_which_path_is_taken(fake_compiler, monkeypatch)
     assert cpu_build.available("native") is None
     able |= {need: True for isa in cpu_build.ISAS for need in isa.needs}
     assert cpu_build.runnable()[0].name == "avx512-bf16"
+    able["cpu_name"] = "Intel Xeon"
+    assert [isa.level for isa in cpu_build.runnable()] == [4, 5, 3, 2, 1, 0], "bf16 is slow there"
     assert cpu_build.ISAS[0].flags[:4] == ("-mavx2", "-mfma", "-mf16c", "-mavx512f")
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
     folder = fake_compiler(
