@@ -255,12 +255,13 @@ class Repl:
     def _load(self, name: str) -> None:
         path = _file_argument(name, "/load")
         try:
-            content = parse_json_file(path)
-            turns = [
-                {"role": turn["role"], "content": turn["content"]} for turn in content["turns"]
-            ]
-            params = SamplingParams(**content["params"])
-            answer = AnswerOptions(**content["answer"])
+            content = _object("the file", parse_json_file(path))
+            if not isinstance(content["turns"], list):
+                raise ValueError(f"turns {shown(content['turns'])} is no list")
+            messages = [_object("a turn", turn) for turn in content["turns"]]
+            turns = [{"role": turn["role"], "content": turn["content"]} for turn in messages]
+            params = SamplingParams(**_object("params", content["params"]))
+            answer = AnswerOptions(**_object("answer", content["answer"]))
             think, system = content.get("think"), content.get("system")
             roles = ["user", "assistant"] * len(turns)
             if any(t["role"] != role for t, role in zip(turns, roles, strict=False)):
@@ -282,6 +283,12 @@ class Repl:
         # A conversation goes on with another model too, one without the switch included.
         session.think = think if session.llm.tokenizer.has_thinking_switch else None
         print(f"loaded {len(turns)} messages from {path}")
+
+
+def _object(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} is no JSON object: {shown(value)}")
+    return value
 
 
 def _split(line: str) -> tuple[str, str]:

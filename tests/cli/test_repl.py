@@ -166,15 +166,16 @@ NO_TURNS = [{"role": "assistant", "content": "x"}]
 UNREADABLE = [
     ({"think": "on"}, "is no saved conversation: think is 'on'"),
     ({"turns": NO_TURNS}, "turns do not alternate"),
-    ({"turns": 3}, "is no saved conversation: 'int' object is not iterable"),
-    ({"turns": ["hi"]}, "is no saved conversation: string indices must be integers"),
+    ({"turns": 3}, "is no saved conversation: turns 3 is no list"),
+    ({"turns": ["hi"]}, "is no saved conversation: a turn is no JSON object: 'hi'"),
     ({"turns": [{"role": "user"}]}, "is no saved conversation: 'content' is missing"),
     ({"turns": [{"role": "user", "content": 3}]}, "content 3 is no text"),
     ({"system": 3}, "system 3 is no text"),
     ({"params": {"temperature": "hot"}}, "temperature 'hot' is not a number"),
     ({"params": {"heat": 1}}, "got an unexpected keyword argument 'heat'"),
     ({"answer": {"stop": 3}}, "stop 3 is no text"),
-    ({"answer": None}, "must be a mapping"),
+    ({"params": 3}, "params is no JSON object: 3"),
+    ({"answer": None}, "answer is no JSON object: None"),
 ]
 
 
@@ -204,7 +205,7 @@ def test_save_and_load(typed, tmp_path):
         assert reason in typed(f"/load {path}")
     for text, reason in (
         ("{}", "'turns' is missing"),
-        ("[1]", "list indices must be integers"),
+        ("[1]", "the file is no JSON object: [1]"),
         ("{", ""),
         DEEP,
     ):
