@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
-from fasteagle.answering.keywords import check_text
+from fasteagle.answering.keywords import check_text, listed
 from fasteagle.cli.markdown import AnswerScreen, Style
 from fasteagle.cli.session import ChatSession, Piece, format_stats
 from fasteagle.config_fields import parse_json_file
@@ -256,9 +256,7 @@ class Repl:
         path = _file_argument(name, "/load")
         try:
             content = _object("the file", parse_json_file(path))
-            if not isinstance(content["turns"], list):
-                raise ValueError(f"turns {shown(content['turns'])} is no list")
-            messages = [_object("a turn", turn) for turn in content["turns"]]
+            messages = [_object("a turn", turn) for turn in listed("turns", content["turns"])]
             turns = [{"role": turn["role"], "content": turn["content"]} for turn in messages]
             params = SamplingParams(**_object("params", content["params"]))
             answer = AnswerOptions(**_object("answer", content["answer"]))

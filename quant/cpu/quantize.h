@@ -19,10 +19,8 @@ constexpr int BLOCK = 32;     // inputs that share one scale of the activations
 constexpr int MAX_TILE = 8;   // rows that share one unpacking
 constexpr int MAX_ROWS = 32;  // rows of a pass, or of a part of one, that share reading of weights
 
-// An integer sum that begins with the bits of `MAGIC`, 1.5 * 2^23, is the number MAGIC + sum in
-// fp32: one operation turns it into sum * scale, if VNNI adds the products to the sum itself.
-constexpr float MAGIC = 12582912.0f;
-constexpr int32_t MAGIC_BITS = 0x4b400000;
+// Whether sums of products begin with MAGIC_BITS, so that one operation turns them into sum *
+// scale: where VNNI adds the products to the sum itself.
 constexpr bool BY_MAGIC = FASTEAGLE_ISA >= 4 || FASTEAGLE_ISA == 2;
 
 // Rounds a scale to 22 bits, so that its product with MAGIC is exact.
@@ -102,7 +100,7 @@ struct Activations {
 
  private:
   // Unsigned, because the integer of a NaN may overflow.
-  static VI rounded(VF x) { return (VI)((VU)(x + splat(12582912.0f)) - 0x4b400000u); }
+  static VI rounded(VF x) { return (VI)((VU)(x + MAGIC) - MAGIC_BITS); }
   static void put_bytes(int8_t* out, VI v) {
 #if FASTEAGLE_ISA >= 3
     _mm_storeu_si128((__m128i*)out, _mm512_cvtepi32_epi8((__m512i)v));

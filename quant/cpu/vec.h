@@ -31,6 +31,11 @@ typedef uint16_t VH __attribute__((vector_size(2 * W)));
 typedef uint32_t VU __attribute__((vector_size(4 * W)));
 typedef int8_t VB __attribute__((vector_size(W)));
 
+// 1.5 * 2^23: an fp32 sum with it is rounded to an integer, which its last bits hold; and an
+// integer sum that begins with its bits is the number MAGIC + sum.
+constexpr float MAGIC = 12582912.0f;
+constexpr uint32_t MAGIC_BITS = 0x4b400000;
+
 // Prefetches a line to the L2 cache. Zen 4 reads memory up to twice as fast by these as by
 // prefetches to the L1 cache, of which few may be under way at once.
 inline void to_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
@@ -186,10 +191,9 @@ inline void store(Bf16* p, VF x) {
 
 // Computes e^x to about 1 unit in the last place; 0 below -87.3; NaN stays NaN.
 inline VF exp_of(VF x) {
-  const VF magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   const VI tiny = x < -87.3f;
   const VF y = smaller(splat(88.0f), larger(splat(-87.3f), x));
-  const VF n = fma(y, splat(1.44269504f), magic) - magic;
+  const VF n = fma(y, splat(1.44269504f), splat(MAGIC)) - MAGIC;
   VF r = fma(n, splat(-0.693359375f), y);
   r = fma(n, splat(2.12194440e-4f), r);
   VF p = splat(1.9875691500e-4f);
@@ -208,8 +212,7 @@ inline VF exp_of(VF x) {
 // Computes e^x of x <= 0 with a relative error below 1.1e-4: enough for weights in bf16. 1 at 0,
 // about 1e-38 below -87; NaN stays NaN. About half the operations of `exp_of`.
 inline VF coarse_exp_of(VF x) {
-  const VF magic = splat(12582912.0f);  // 1.5 * 2^23: a sum with it ends in the rounded integer
-  const VF y = larger(splat(-126.0f), x * 1.44269504f), n = y + magic, r = y - (n - magic);
+  const VF y = larger(splat(-126.0f), x * 1.44269504f), n = y + MAGIC, r = y - (n - MAGIC);
   VF p = fma(splat(5.500859e-2f), r, splat(2.4221038e-1f));
   p = fma(p, r, splat(6.932829e-1f));
   p = fma(p, r, splat(1.0f));
