@@ -163,8 +163,11 @@ class Company:
             if self._now.gain is not None:  # till it is known better, the head is worth as much
                 self._all[n].gain = Average(self._now.gain.mean())
         self._now = self._all[n]
+        own = self._now
         for _ in range(passes):
-            self._end_pass(self.policy, self._now, shapes, accepted / passes, ms / passes)
+            self._end_pass(self.policy, own, shapes, accepted / passes, ms / passes)
+        if self.policy.is_gated:
+            self._set_prices(self.policy, own)
 
     def _end_pass(
         self,
@@ -182,8 +185,8 @@ class Company:
             own.blocks.add(ms)
         if len(kinds) == 1:
             self._kind(policy, own, kinds[0]).add(accepted, ms)
-        if policy.is_gated:
-            self._set_prices(policy, own)
+        if own.gain is not None and own.pauses.left and own.pauses.wait():
+            own.gain.fade(FORGOTTEN)
         self._rest_or_draft(policy, own, bool(kinds))
 
     def _kind(self, policy: Policy, own: Sharing, shape: AnyShape) -> Speed:
@@ -252,9 +255,6 @@ class Company:
         if own.gain is None:
             usual = policy.accepted(policy.shapes[0])
             own.gain = Average(usual - USUAL_CHAIN * (row + level))
-        if own.pauses.left:
-            if own.pauses.wait():
-                own.gain.fade(FORGOTTEN)
-        elif not own.pauses.probing and own.gain.mean() <= 0:
+        if not own.pauses.left and not own.pauses.probing and own.gain.mean() <= 0:
             own.pauses.begin()
         self.head_gain = None if own.pauses.left else max(0.0, own.gain.mean())
