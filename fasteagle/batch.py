@@ -154,9 +154,7 @@ class Batch(Generic[Key, Item]):
                     f"{needed / 2**30:.1f} GiB more of KV cache, {free / 2**30:.1f} GiB are free: "
                     "ask for fewer tokens, or fewer at once"
                 )
-            largest = idle.pop()
-            largest.restart()
-            largest.reserve(1)
+            idle.pop().give_back()
 
     def step(self) -> list[tuple[Key, Item | Exception | None]]:
         """Run one pass for all answers, and at most one part of a prompt.

@@ -25,6 +25,7 @@ from fasteagle.tree import TreeView
 from fasteagle.uninitialized import Uninitialized
 
 KEY_BLOCK = 256  # attention reads a prefix of the cache rounded up to this many keys
+KEPT_SLOTS = 2 * KEY_BLOCK  # of a cache, for the answer after a prompt that is shorter
 
 
 class Output(NamedTuple):
@@ -84,10 +85,13 @@ class KVCache:
     def n_slots(self) -> int:
         return self.rows.shape[2]
 
-    def resize(self, n_slots: int) -> None:
-        """Make room for `n_slots` rounded up to `KEY_BLOCK`, keeping the rows that fit."""
+    def resize(self, n_slots: int, *, exactly: bool = False) -> None:
+        """Make room for `n_slots` rounded up to `KEY_BLOCK`, keeping the rows that fit.
+
+        Up to `KEPT_SLOTS` more stay, unless `exactly`: moving a cache takes as long as a pass.
+        """
         n_slots = round_up(n_slots, KEY_BLOCK)
-        if n_slots == self.n_slots:
+        if n_slots <= self.n_slots <= n_slots + (0 if exactly else KEPT_SLOTS):
             return
         n_rows = min(n_slots, self.n_slots)
         n_planes, G, _, E = self.rows.shape

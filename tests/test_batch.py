@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from fasteagle import batch
+from fasteagle import batch, model
 from fasteagle.batch import Batch, NoRoomError
 from fasteagle.decoding import context
 from fasteagle.drafting.base import Tuning
@@ -267,7 +267,8 @@ def test_prompts_are_computed_in_the_order_in_which_they_came():
     several.close()
 
 
-def test_caches_grow_with_the_longest_text():
+def test_caches_grow_with_the_longest_text(monkeypatch):
+    monkeypatch.setattr(model, "KEPT_SLOTS", 0)
     config = tiny_config(max_seq_len=512)
     engine = Engine(random_target(config), 512)
     wanted = [
@@ -303,8 +304,7 @@ def test_idle_engines_give_their_memory_back(monkeypatch):
     engine = Engine(target, 1024)
     jobs = [([9 + i] * n, SamplingParams(), 5) for i, n in enumerate((300, 300, 700))]
     expected = alone(engine, jobs[2:])
-    engine.restart()
-    engine.reserve(1)
+    engine.give_back()
     several = Batch(engine, 2)
     for key in range(2):
         begin(several, key, jobs[key])

@@ -10,7 +10,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from families import FAMILIES
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
-from fasteagle.model import KEY_BLOCK, KVCache, LMHead, RMSNorm, Transformer, causal_mask
+from fasteagle.model import (
+    KEPT_SLOTS,
+    KEY_BLOCK,
+    KVCache,
+    LMHead,
+    RMSNorm,
+    Transformer,
+    causal_mask,
+)
 from helpers import make_hf_model, tiny_config
 
 TOLERANCE = 1e-4
@@ -151,8 +159,15 @@ def test_resize_keeps_what_fits_also_after_an_interruption(monkeypatch):
     monkeypatch.setattr(torch, "from_dlpack", interrupted)
     with pytest.raises(KeyboardInterrupt):
         cache.resize(KEY_BLOCK + 1)
-    for n_slots, expected in ((KEY_BLOCK + 1, 2 * KEY_BLOCK), (10, KEY_BLOCK)):
-        cache.resize(n_slots)
+    most = 10 * KEY_BLOCK
+    for n_slots, exactly, expected in (
+        (KEY_BLOCK + 1, False, 2 * KEY_BLOCK),
+        (10, True, KEY_BLOCK),
+        (most, False, most),
+        (most - KEPT_SLOTS, False, most),
+        (most - KEPT_SLOTS - KEY_BLOCK, False, most - KEPT_SLOTS - KEY_BLOCK),
+    ):
+        cache.resize(n_slots, exactly=exactly)
         assert {t.shape[1] for pair in cache.layers for t in pair} == {cache.n_slots} == {expected}
         for keys, values in cache.layers:
             assert (keys[:, :5] == 3).all() and (values[:, :5] == 4).all()

@@ -265,6 +265,13 @@ class Context:
         self.cached.clear()
         self.shown = 0
 
+    def give_back(self) -> None:
+        """Forget the conversation, and free the memory of caches that grow with the text."""
+        self.restart()
+        if self.fixed_slots is None:
+            for cache in self.caches:
+                cache.resize(1, exactly=True)
+
     @property
     def caches(self) -> list[KVCache]:
         """KV caches of the sequence: the target's, then the drafter's own."""

@@ -245,12 +245,12 @@ def test_a_cycle_after_a_pause_reads_few_pairs(target, monkeypatch):
 
 
 def test_caches_do_not_move_back_and_forth(target, monkeypatch):
-    """How many rows the next cycles may need varies from call to call."""
+    """How many rows the next cycles may need varies from call to call, and a new text is short."""
     sizes, resize = [], KVCache.resize
 
-    def counted(cache, n_slots):
+    def counted(cache, n_slots, **how):
         before = cache.n_slots
-        resize(cache, n_slots)
+        resize(cache, n_slots, **how)
         if cache.n_slots != before:
             sizes.append(cache.n_slots - before)
 
@@ -258,6 +258,9 @@ def test_caches_do_not_move_back_and_forth(target, monkeypatch):
     engine = engine_of(target, drafter_of(target, "fused eagle3"))
     chunks_of(engine, n=380)
     assert sizes and min(sizes) > 0 and len(sizes) <= 5
+    sizes.clear()
+    chunks_of(engine, n=30, prompt=[9, 8])
+    assert not sizes and engine.cached[:2] == [9, 8]
 
 
 def test_what_the_kernels_do_not_run_is_run_cycle_by_cycle(target):
