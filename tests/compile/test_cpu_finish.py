@@ -253,8 +253,7 @@ def test_a_cache_and_a_state_end_with_their_sequence(target):
     engine = Engine(target, 400, backend=backend)
     list(engine.generate([1, 2, 3], SamplingParams(), 300))
     state, rows = weakref.ref(engine.state), weakref.ref(engine.state.cache.rows)
-    engine.restart()
-    engine.reserve(1)
+    engine.give_back()
     gc.collect()
     assert rows() is None, "the larger cache"
     del engine
