@@ -71,17 +71,15 @@ def _shape(
     )
 
 
-def _qwen3(dim: int, n_layer: int, n_head: int, ffn_dim: int, tied: bool = False) -> ModelConfig:
-    more: dict[str, Any] = {
-        "vocab_size": 151936,
-        "max_seq_len": 40960,
-        "norm_eps": 1e-6,
-        "rope_base": 1e6,
-    }
-    family = {"tie_embeddings": tied, "qk_norm": True, "architecture": "Qwen3ForCausalLM"}
-    return _shape(dim, n_layer, n_head, 8, ffn_dim, **more, **family)
-
-
+_qwen3 = partial(
+    _shape,
+    vocab_size=151936,
+    max_seq_len=40960,
+    norm_eps=1e-6,
+    rope_base=1e6,
+    qk_norm=True,
+    architecture="Qwen3ForCausalLM",
+)
 _LLAMA2_7B = _shape(4096, 32, 32, 32, 11008)
 _LLAMA2_13B = _shape(5120, 40, 40, 40, 13824)
 _LLAMA2_70B = _shape(8192, 80, 64, 8, 28672)
@@ -92,11 +90,7 @@ _LLAMA31_8B = dataclasses.replace(
 )
 _LLAMA33_70B = dataclasses.replace(_LLAMA31_8B, dim=8192, n_layer=80, n_head=64, ffn_dim=28672)
 _QWEN2_7B = _shape(
-    3584,
-    28,
-    28,
-    4,
-    18944,
+    *(3584, 28, 28, 4, 18944),
     vocab_size=152064,
     max_seq_len=32768,
     norm_eps=1e-6,
@@ -104,38 +98,30 @@ _QWEN2_7B = _shape(
     qkv_bias=True,
     architecture="Qwen2ForCausalLM",
 )
-_SMOLLM2: dict[str, Any] = {
-    "head_dim": 64,
-    "vocab_size": 49152,
-    "max_seq_len": 8192,
-    "rope_base": 100000.0,
-}
-_SMOLLM2_135M = _shape(576, 30, 9, 3, 1536, **_SMOLLM2, tie_embeddings=True)
+_SMOLLM2_135M = _shape(
+    *(576, 30, 9, 3, 1536),
+    head_dim=64,
+    vocab_size=49152,
+    max_seq_len=8192,
+    rope_base=100000.0,
+    tie_embeddings=True,
+)
 
 # Mixtures of experts; `ffn_dim` is that of their published draft heads, which are dense.
 _MIXTRAL = _shape(
-    4096,
-    32,
-    32,
-    8,
-    14336,
+    *(4096, 32, 32, 8, 14336),
     max_seq_len=32768,
     rope_base=1e6,
     moe=MoEConfig(n_expert=8, top_k=2, ffn_dim=14336, renormalize=True),
     architecture="MixtralForCausalLM",
 )
-_QWEN3_30B_A3B = dataclasses.replace(
-    _qwen3(2048, 48, 32, 6144),
-    n_kv_head=4,
+_QWEN3_30B_A3B = _qwen3(
+    *(2048, 48, 32, 4, 6144),
     moe=MoEConfig(n_expert=128, top_k=8, ffn_dim=768, renormalize=True),
     architecture="Qwen3MoeForCausalLM",
 )
 _QWEN15_MOE = _shape(
-    2048,
-    24,
-    16,
-    16,
-    5632,
+    *(2048, 24, 16, 16, 5632),
     vocab_size=151936,
     max_seq_len=8192,
     norm_eps=1e-6,
@@ -145,22 +131,14 @@ _QWEN15_MOE = _shape(
     architecture="Qwen2MoeForCausalLM",
 )
 _OLMOE = _shape(
-    2048,
-    16,
-    16,
-    16,
-    8192,
+    *(2048, 16, 16, 16, 8192),
     vocab_size=50304,
     qk_norm_whole=True,
     moe=MoEConfig(n_expert=64, top_k=8, ffn_dim=1024),
     architecture="OlmoeForCausalLM",
 )
 _GRANITE_1B = _shape(  # its tied LM head is a table of its own here, see `changed`
-    1024,
-    24,
-    16,
-    8,
-    4096,
+    *(1024, 24, 16, 8, 4096),
     head_dim=64,
     vocab_size=49155,
     max_seq_len=131072,
@@ -175,11 +153,7 @@ _ernie = partial(
 )
 _ERNIE_03B = _ernie(1024, 18, 16, 2, 3072, architecture="Ernie4_5ForCausalLM")
 _ERNIE_21B = _ernie(
-    2560,
-    28,
-    20,
-    4,
-    12288,
+    *(2560, 28, 20, 4, 12288),
     moe=MoEConfig(
         n_expert=64, top_k=6, ffn_dim=1536, renormalize=True, shared_ffn_dim=3072, choice_bias=True
     ),
@@ -315,27 +289,27 @@ REGISTRY: dict[str, Entry] = {
     ),
     "qwen3-1.7b": _qwen3_entry(
         "1.7B",
-        _qwen3(2048, 28, 16, 6144, tied=True),
+        _qwen3(2048, 28, 16, 8, 6144, tie_embeddings=True),
         "70d244cc86ccca08cf5af4e1e306ecf908b1ad5e",
         "94441b48acc5804677ae12259617c83323b543a9",
     ),
     "qwen3-4b": _qwen3_entry(
         "4B",
-        _qwen3(2560, 36, 32, 9728, tied=True),
+        _qwen3(2560, 36, 32, 8, 9728, tie_embeddings=True),
         "1cfa9a7208912126459214e8b04321603b3df60c",
         "fd331e59626c8e95c392381a16ee59d518727fbb",
     ),
     "qwen3-8b": _qwen3_entry(
         "8B",
-        _qwen3(4096, 36, 32, 12288),
+        _qwen3(4096, 36, 32, 8, 12288),
         "b968826d9c46dd6066d109eabc6255188de91218",
         "9629dfce7a4a10564dd48d3e5485c3976095653c",
     ),
     "qwen3-14b": _qwen3_entry(
-        "14B", _qwen3(5120, 40, 40, 17408), "40c069824f4251a91eefaf281ebe4c544efd3e18"
+        "14B", _qwen3(5120, 40, 40, 8, 17408), "40c069824f4251a91eefaf281ebe4c544efd3e18"
     ),
     "qwen3-32b": _qwen3_entry(
-        "32B", _qwen3(5120, 64, 64, 25600), "9216db5781bf21249d130ec9da846c4624c16137"
+        "32B", _qwen3(5120, 64, 64, 8, 25600), "9216db5781bf21249d130ec9da846c4624c16137"
     ),
     "mixtral-8x7b": Entry(
         _MIXTRAL,
