@@ -25,6 +25,7 @@ from fasteagle.server.protocol import (
 from fasteagle.server.tools import ToolFormat, answer_grammar, takes_several_calls, tool_format
 
 TOO_LONG = "context_length_exceeded"  # code by which agents know that they must shorten
+GUIDED = {"guided_regex": "regex", "guided_json": "json_schema", "guided_grammar": "grammar"}
 MOST_STOPS = 16
 MOST_STOP_CHARACTERS = 1000  # they are looked for at every token
 MOST_SEEDS = 2**63
@@ -92,19 +93,16 @@ class Planner:
             raise BadParameterError("tool_choice", "there are no tools")
         if body.max_completion_tokens is not None and body.max_tokens is not None:
             raise BadParameterError("max_tokens", "give it or max_completion_tokens, not both")
-        limit = body.max_tokens
-        if body.max_completion_tokens is not None:
-            limit = body.max_completion_tokens
+        given = body.max_completion_tokens
+        limit = body.max_tokens if given is None else given
         if body.top_logprobs is not None and not body.logprobs:
             raise BadParameterError("top_logprobs", "needs logprobs true")
         text = self.render(body.messages, tools if tools_form else [], self._think(body))
         self._check_length(text, "messages")
         n_top = (body.top_logprobs or 0) if body.logprobs else None
-        most_calls = None
-        if body.parallel_tool_calls is False:
-            most_calls = 1
-        elif tools_form is not None and not takes_several_calls(self._llm.tokenizer):
-            most_calls = 1  # the client could not send more back
+        # Where the template takes one call only, the client could not send more back.
+        is_single = tools_form is not None and not takes_several_calls(self._llm.tokenizer)
+        most_calls = 1 if body.parallel_tool_calls is False or is_single else None
         form, may_think = self._chat_form(body, tools_form, tools, most_calls)
         if not may_think:
             text = without_open_thought(text)
@@ -126,7 +124,7 @@ class Planner:
         """Return the plan of a text completion."""
         prompt = self.prompt_ids(body.prompt)
         answers = self._answers(body, prompt, body.max_tokens, body.logprobs)
-        form = self._form(body, self._defaults.form)
+        form = _form(body, self._defaults.form)
         return Plan(answers, form, _form_field(body, form))
 
     def compiled(self, plan: Plan) -> Plan:
@@ -161,10 +159,8 @@ class Planner:
             raise BadParameterError("tokens", f"{len(tokens):,} are more than max-seq-len {most:,}")
         for token in tokens:
             if not 0 <= token < vocab_size:
-                limit = f"{vocab_size - 1:,}"
-                raise BadParameterError(
-                    "tokens", f"{shown(token)} is out of range: use 0 .. {limit}"
-                )
+                reason = f"{shown(token)} is out of range: use 0 .. {vocab_size - 1:,}"
+                raise BadParameterError("tokens", reason)
         return self._llm.tokenizer.raw(tokens)
 
     def prompt_ids(self, prompt: str | list[int] | list[str] | list[list[int]]) -> list[int]:
@@ -288,14 +284,13 @@ class Planner:
             if wanted_form.json_schema is None:
                 raise BadParameterError("response_format", "json_schema is missing")
             default = GrammarSpec("json_schema", json.dumps(wanted_form.json_schema.schema_))
-        spec = self._form(body, default)
+        spec = _form(body, default)
         if form is None:
             return spec, spec is None
         is_json = spec is not None and spec.kind in ("json_schema", "json_object")
         if body.tool_choice in (None, "auto"):
             if spec is not None and is_json:
-                is_any = spec.kind == "json_object"
-                schema = {"type": "object"} if is_any else json.loads(spec.text)
+                schema = json.loads(spec.text or '{"type": "object"}')
                 return answer_grammar(form, tools, most_calls=most, schema=schema), False
             if spec is None and any(tool["function"].get("strict") for tool in tools):
                 return answer_grammar(form, tools, most_calls=most), True
@@ -310,28 +305,22 @@ class Planner:
             most = 1
         return answer_grammar(form, tools, must_call=True, most_calls=most), False
 
-    def _form(self, body: Sampled, default: GrammarSpec | None) -> GrammarSpec | None:
-        schema = body.guided_json
-        forms = {
-            "guided_regex": ("regex", body.guided_regex),
-            "guided_json": (
-                "json_schema",
-                json.dumps(schema) if isinstance(schema, dict) else schema,
-            ),
-            "guided_grammar": ("grammar", body.guided_grammar),
-        }
-        chosen = {name: pair for name, pair in forms.items() if pair[1] is not None}
-        if len(chosen) > 1 or (chosen and isinstance(body, ChatRequest) and body.response_format):
-            raise BadParameterError(next(iter(chosen)), "contradicts another form asked for")
-        for name, (kind, text) in chosen.items():
-            with of_parameter(name):
-                return GrammarSpec(kind, text or "")
+
+def _form(body: Sampled, default: GrammarSpec | None) -> GrammarSpec | None:
+    chosen = [name for name in GUIDED if getattr(body, name) is not None]
+    if len(chosen) > 1 or (chosen and isinstance(body, ChatRequest) and body.response_format):
+        raise BadParameterError(chosen[0], "contradicts another form asked for")
+    if not chosen:
         return default
+    value = getattr(body, chosen[0])
+    with of_parameter(chosen[0]):
+        text = json.dumps(value) if isinstance(value, dict) else value
+        return GrammarSpec(GUIDED[chosen[0]], text)
 
 
 def _form_field(body: Sampled, form: GrammarSpec | None) -> str | None:
     """Return the field of a request that asks for the form of its answer, if it is one alone."""
-    for name in ("guided_regex", "guided_json", "guided_grammar"):
+    for name in GUIDED:
         if getattr(body, name) is not None:
             return name
     if form is None or not isinstance(body, ChatRequest):
