@@ -161,7 +161,6 @@ def tune_now(
     notify: Callable[[str], None],
     kind: SamplingMode | None = None,
     *,
-    anew: bool = False,
     compiled: bool = False,
 ) -> tuple[Policy, float] | None:
     """Tune by stored or new costs; return the policy and the seconds of measuring.
@@ -171,7 +170,7 @@ def tune_now(
     drafter = tunable(engine)
     if drafter is None:
         return None
-    costs, seconds = costs_of(engine, drafter, notify, kind, anew=anew, compiled=compiled)
+    costs, seconds = costs_of(engine, drafter, notify, kind, compiled=compiled)
     return follow_costs(drafter, costs), seconds
 
 

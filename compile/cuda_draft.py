@@ -124,7 +124,7 @@ class SharedDraft:
         level = drafter.step(tokens, features, self.seq_len, 0, paths, 0)
         for logits in (prediction.logits, level[0]):
             rest = self.seq_len, 1, variant.kind, self.sampling
-            drafter.top_children(drafter.ranking_logits(logits, *rest), k)
+            drafter.ops.top_children(drafter.ranking_logits(logits, *rest), k)
 
 
 class _Rows:

@@ -104,18 +104,13 @@ class CapturedRunner(Runner):
         A compilation in another thread goes on after all of them.
         """
         with COMPILING:
-            self._prepare(specs, drafter, processed)
-
-    def _prepare(
-        self, specs: Sequence[CycleSpec], drafter: Drafter | None, processed: bool
-    ) -> None:
-        self._make_room(specs[0].kind)
-        self.compile_ahead(specs, drafter)
-        if self.defers:
-            return
-        self._prepare_prompts()
-        for spec in specs:
-            self._replay_of(spec, drafter, processed)
+            self._make_room(specs[0].kind)
+            self.compile_ahead(specs, drafter)
+            if self.defers:
+                return
+            self._prepare_prompts()
+            for spec in specs:
+                self._replay_of(spec, drafter, processed)
 
     def _replay_of(
         self, spec: CycleSpec, drafter: Drafter | None, processed: bool
@@ -123,7 +118,9 @@ class CapturedRunner(Runner):
         """Return the replay of a whole cycle, which may be captured now."""
         key = self._key(spec, drafter, processed)
         if key not in self._replays:
-            self._replays[key] = self._captured(spec, drafter, processed)
+            capture = self._capture_halves if processed else self._capture_whole
+            own = functools.partial(capture, spec, drafter)
+            self._replays[key] = self._attempt(spec, drafter, own)
         return self._replays[key]
 
     def _prepare_prompts(self) -> None:
@@ -155,10 +152,6 @@ class CapturedRunner(Runner):
             oldest = self._kinds.pop(0)
             self._replays = {k: v for k, v in self._replays.items() if k[1].kind != oldest}
             self._split = {k: v for k, v in self._split.items() if k[1].kind != oldest}
-
-    def _captured(self, spec: CycleSpec, drafter: Drafter | None, processed: bool) -> Replay | None:
-        capture = self._capture_halves if processed else self._capture_whole
-        return self._attempt(spec, drafter, lambda restore: capture(spec, drafter, restore))
 
     def _attempt(
         self,

@@ -23,14 +23,13 @@ from fasteagle.compile.short_prompts import ROWS
 from fasteagle.decoding.backend import Backend
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.draft_head import HeadDrafter, RankingDrafter
-from fasteagle.errors import first_line, note
+from fasteagle.errors import first_line, note, telling
 from fasteagle.model import KEY_BLOCK, KVCache, Target, causal_mask
 from fasteagle.shapes import FusedShape, TreeShape
 from fasteagle.state import CycleSpec, DecodeState
 from fasteagle.tree import Pool, Relations, TreeView
 
 MOST_WORKERS = 16
-PATIENCE = 1.0  # seconds of compiling before a line on stderr says so
 PROMPT_ROWS = 65  # above the limit of the kernels for a few rows
 MANY_PAIRS = 64  # pairs that a draft head reads at once at the end of a prompt
 TREES = TreeShape | FusedShape
@@ -124,13 +123,8 @@ def compile_launches(launch: Callable[[], None], device: torch.device) -> int:
             launch()
         torch.cuda.synchronize(device)
         workers = workers_here()
-        line = f"compiling {len(variants)} kernels, {workers} at a time ..."
-        timer = threading.Timer(PATIENCE, note, [line])
-        timer.start()
-        try:
+        with telling(f"compiling {len(variants)} kernels, {workers} at a time ..."):
             compile_all(list(variants.values()), device, workers)
-        finally:
-            timer.cancel()
     except Exception as error:
         reason = first_line(error, 200)
         note(f"warning: kernels are compiled one by one as they are needed: {reason}")
@@ -167,7 +161,7 @@ def run_head(drafter: Drafter | None, widths: Iterable[int]) -> None:
         for k in topk if T in (1, *topk) else ():
             # Rank the logits in their own dtype, and in fp32, in which noise is added to them.
             for ranked in {logits.dtype: logits, torch.float32: logits.float()}.values():
-                drafter.top_children(ranked, k)
+                drafter.ops.top_children(ranked, k)
 
 
 @torch.no_grad()
@@ -192,7 +186,7 @@ def run_trees(
             # Not what was merged: a kernel that is not compiled yet has left anything there.
             pool = _candidates(shape.pool, row.device)
             pool = pool._replace(sources=pool.tokens if isinstance(shape, FusedShape) else None)
-            drafter.rerank(pool, state.root, shape.nodes)
+            drafter.ops.rerank(pool, state.root, shape.nodes)
 
 
 def _candidates(n: int, device: torch.device) -> Pool:

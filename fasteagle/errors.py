@@ -5,15 +5,18 @@ The command line prints the exception as one line and exits with 2. Imports no t
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 TELL_SECONDS = 10.0
+PATIENCE = 1.0  # seconds
 LONGEST_SHOWN = 100  # characters of a value in an error
 Item = TypeVar("Item")
 
@@ -75,6 +78,18 @@ def note(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
     except OSError:  # who read it has left, as the terminal of a server in the background
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
+
+
+@contextlib.contextmanager
+def telling(line: str, notify: Callable[[str], None] = note) -> Iterator[None]:
+    """Notify with `line` if the block inside takes longer than `PATIENCE`."""
+    timer = threading.Timer(PATIENCE, notify, [line])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def with_progress(

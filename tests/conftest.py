@@ -15,9 +15,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import pytest
 import torch
 
+from fasteagle import errors
 from fasteagle.bench import measure
 from fasteagle.compile import blocks, measurement, precompile
-from fasteagle.loading import open as opening
 from fasteagle.loading import registry
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.heads.write import save_head
@@ -94,7 +94,7 @@ def card(request, monkeypatch):
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make messages independent of how fast this machine opens a model."""
-    monkeypatch.setattr(opening, "PATIENCE", 3600.0)
+    monkeypatch.setattr(errors, "PATIENCE", 3600.0)
 
 
 @pytest.fixture(autouse=True)

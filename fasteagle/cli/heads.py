@@ -43,12 +43,12 @@ def run_inspect_head(
         refuse_options(of_model - {*OF_WEIGHTS}, "needs a model that runs: add --probe, or drop it")
     files = named_head(path)
     opened = open_model(model, runtime_options) if model else None
-    identity = None
+    target = identity = None
     if opened is not None:
         opened.check(runtime_options)
-    if opened is not None and runtime_options.quant is not None:
-        identity = fingerprint(opened.prepared(runtime_options).checkpoint)
-    target = None if opened is None else HeadTarget(opened.name, opened.checkpoint)
+        target = HeadTarget(opened.name, opened.checkpoint)
+        if runtime_options.quant is not None:
+            identity = fingerprint(opened.prepared(runtime_options).checkpoint)
     report = inspect_head(files, target, aux_layers, identity)
     for line in report.lines():
         click.echo(line)

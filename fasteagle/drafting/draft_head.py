@@ -17,7 +17,7 @@ from fasteagle.drafting.base import Drafter
 from fasteagle.model import EagleHead, KVCache, as_mask
 from fasteagle.sampling import SamplingMode, SamplingTensors, gumbel_noise
 from fasteagle.state import Committed
-from fasteagle.tree import DraftTree, Pool, TreeView
+from fasteagle.tree import TreeView
 
 
 class Prediction(NamedTuple):
@@ -95,14 +95,6 @@ class RankingDrafter(Drafter):
         positions = (starts + level).repeat(1, len(nodes)).flatten()
         slots = (starts + first + nodes).flatten()
         return self._run(tokens, features, positions, slots, view)
-
-    def top_children(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Return draft ids and log-probabilities [W, k] of each row's best children."""
-        return self.ops.top_children(logits, k)
-
-    def rerank(self, pool: Pool, root: Tensor, n_nodes: int) -> DraftTree:
-        """Return the tree of the `n_nodes` best candidates of `pool`."""
-        return self.ops.rerank(pool, root, n_nodes)
 
     def ranking_logits(
         self,

@@ -89,4 +89,4 @@ class ModelDrafter(RankingDrafter):
     def propose(self, prediction: Prediction, state: DecodeState, spec: CycleSpec) -> DraftTree:
         assert isinstance(spec.shape, TreeShape), "the engine asks for shapes of this drafter"
         pool = expand(self, prediction, state, spec.kind, spec.shape.depth, spec.shape.topk)
-        return self.rerank(pool.of_text(0), state.root, spec.shape.nodes)
+        return self.ops.rerank(pool.of_text(0), state.root, spec.shape.nodes)

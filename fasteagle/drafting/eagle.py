@@ -112,7 +112,7 @@ class EagleDrafter(HeadDrafter):
             assert self.lookup is not None, "such trees have two sources"
             tokens, logp = self.ops.look_up(self.lookup, state.text, state.seq_len, shape.reach)
             pool = self.ops.fuse(pool, shape.topk, shape.levels, tokens, logp)
-        return self.rerank(pool, state.root, shape.nodes)
+        return self.ops.rerank(pool, state.root, shape.nodes)
 
 
 def gated_chain(pool: Pool, root: Tensor, thresholds: Thresholds) -> DraftTree:
@@ -151,7 +151,7 @@ def expand(
     logits, features = prediction  # [B, V], [B, D]
     B, device = len(logits), logits.device
     logits = drafter.ranking_logits(logits, seq_len, 1, kind, sampling)
-    ids, scores = drafter.top_children(logits, k)  # [B, k]
+    ids, scores = drafter.ops.top_children(logits, k)  # [B, k]
     tokens = drafter.target_ids[ids]
     features = features.repeat_interleave(k, 0)  # [B * k, D]
     all_tokens, all_scores = [tokens], [scores]
@@ -165,7 +165,7 @@ def expand(
         flat = tokens.flatten()  # [B * k]
         logits, features = drafter.step(flat, features, seq_len, level - 1, paths, below)
         logits = drafter.ranking_logits(logits, seq_len, level + 1, kind, sampling)
-        ids, logp = drafter.top_children(logits, k)  # [B * k, k]
+        ids, logp = drafter.ops.top_children(logits, k)  # [B * k, k]
         child_scores = drafter.child_scores(scores.view(-1, 1), logp).view(B, -1)
         child_tokens = drafter.target_ids[ids.view(B, -1)]
         all_tokens.append(child_tokens)

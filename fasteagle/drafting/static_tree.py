@@ -98,7 +98,7 @@ class StaticTreeDrafter(HeadDrafter):
                 probs = (logits.float() / state.sampling.temperature).softmax(-1)
                 distributions[level.frontier_rows.unsqueeze(1), self.target_ids] = probs
             ranked = self._ranked(logits, state, spec, number, sampled)
-            ids, _ = self.top_children(ranked, self._widest)
+            ids, _ = self.ops.top_children(ranked, self._widest)
             tokens = self.target_ids[ids[level.above, level.ranks]]
             chosen.append(tokens)
             expanded = level.expanded

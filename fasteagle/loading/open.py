@@ -7,11 +7,9 @@ chooses the backend, which proves itself. `make_drafter` then attaches the draft
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -28,7 +26,7 @@ from fasteagle.device import (
     short_of_memory,
     unless_short,
 )
-from fasteagle.errors import FasteagleError, note, size_of
+from fasteagle.errors import FasteagleError, note, size_of, telling
 from fasteagle.generate import Engine
 from fasteagle.loading import registry
 from fasteagle.loading.checkpoint import load_model, open_checkpoint, required_bytes
@@ -43,8 +41,6 @@ from fasteagle.options import RuntimeOptions
 from fasteagle.paths import ensure_cache
 from fasteagle.quant import cpu_build
 from fasteagle.quant.scheme import BF16, Scheme, parse_scheme
-
-PATIENCE = 1.0  # seconds
 
 
 def open_model(
@@ -274,18 +270,6 @@ class Runtime:
     checkpoint: Checkpoint
     tokenizer: ChatTokenizer
     engine: Engine
-
-
-@contextlib.contextmanager
-def telling(line: str, notify: Callable[[str], None]) -> Iterator[None]:
-    """Notify with `line` if the block inside takes longer than `PATIENCE`."""
-    timer = threading.Timer(PATIENCE, notify, [line])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 # Our CPU kernels

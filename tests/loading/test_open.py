@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from fasteagle import errors
 from fasteagle.compile.blocks import missing_compiler
 from fasteagle.errors import FasteagleError
 from fasteagle.loading import open as opening
@@ -18,7 +19,7 @@ from helpers import generated
 
 @pytest.mark.parametrize(("seconds", "lines"), [(0.0, []), (0.4, ["opening model ..."])])
 def test_a_line_appears_where_opening_takes_long(tiny_dir, monkeypatch, seconds, lines):
-    monkeypatch.setattr(opening, "PATIENCE", 0.2)
+    monkeypatch.setattr(errors, "PATIENCE", 0.2)
     monkeypatch.setattr(opening, "open_checkpoint", lambda path: None)
     monkeypatch.setattr(opening, "load_tokenizer", lambda *a: time.sleep(seconds))
     said = []
