@@ -329,6 +329,12 @@ def replacing(target: Path) -> Iterator[Path]:
         ) from error
 
 
+def write_json(target: Path, value: Any) -> None:
+    """Write a JSON file, completely or not at all; values that JSON has not become texts."""
+    with replacing(target) as temporary:
+        temporary.write_text(json.dumps(value, indent=1, default=str) + "\n")
+
+
 def write_atomic(target: Path, data: bytes) -> None:
     """Write `data` to `target` so that readers see the old file or the new one, never a part."""
     with _temporary(target.parent, target.name) as folder:

@@ -14,7 +14,6 @@ predicts for this card. `--device cpu` shows that all of this runs, and says not
 from __future__ import annotations
 
 import itertools
-import json
 import statistics
 import sys
 import time
@@ -32,7 +31,7 @@ from fasteagle.cli.command import Script
 from fasteagle.cli.options import FILE, Numbers, comma_list
 from fasteagle.errors import FasteagleError, first_line
 from fasteagle.loading.registry import preset
-from fasteagle.paths import write_atomic
+from fasteagle.paths import write_json
 from fasteagle.quant.interleaved import layout_for
 from fasteagle.quant.kernels import card_of
 from fasteagle.quant.tiling import Card, microseconds, tiling
@@ -121,7 +120,7 @@ def main(
             timings.append({**of, "rows": count, **speed, "predicted_us": predicted})
         if json_path:
             record = {"meta": meta, "timings": timings}
-            write_atomic(json_path, json.dumps(record, indent=1).encode())
+            write_json(json_path, record)
     print("per number of rows M: microseconds (predicted), GB/s, share of the copy bandwidth\n")
     print_table(*table(timings), md=md)
     print(", ".join(f"{key} {value}" for key, value in meta.items()))

@@ -36,7 +36,7 @@ from fasteagle.cli.command import Script, UserPath  # noqa: E402
 from fasteagle.errors import FasteagleError, note, suggest  # noqa: E402
 from fasteagle.loading.registry import local_path  # noqa: E402
 from fasteagle.options import DEFAULT_MODEL  # noqa: E402
-from fasteagle.paths import require_writable, write_atomic  # noqa: E402
+from fasteagle.paths import require_writable, write_json  # noqa: E402
 from fasteagle.tables import print_table  # noqa: E402
 from gpu_stages import DRY_PROMPT, PACKAGES, PROMPTS, Stage, all_stages  # noqa: E402
 
@@ -86,7 +86,7 @@ def run_stages(
             stopped = stage.name
         note(f"{stage.name}: {entry['error'] or 'done'} ({entry['seconds']:.0f} s)")
         entries = [each for each in entries if each["name"] != stage.name] + [entry]
-        write_atomic(out / RECORD, json.dumps(record(entries, dry_run), indent=1).encode())
+        write_json(out / RECORD, record(entries, dry_run))
     return entries
 
 
@@ -210,7 +210,7 @@ def merged(out: Path, other: Path) -> list[dict[str, Any]]:
             if (file := other / f"{name}{ending}").exists():
                 shutil.copyfile(file, out / f"{name}{ending}")
     stages = list(entries.values())
-    write_atomic(out / RECORD, json.dumps({**before, "stages": stages}, indent=1).encode())
+    write_json(out / RECORD, {**before, "stages": stages})
     return stages
 
 

@@ -32,10 +32,10 @@ from fasteagle.loading.gguf import BLOCK_NAMES, GLOBAL_NAMES, GGUFFile
 from fasteagle.loading.names import expected_shapes
 from fasteagle.loading.open import OpenedModel, open_model
 from fasteagle.loading.rope_order import rope_order
-from fasteagle.loading.tensors import Checkpoint, save_tensors, write_json
+from fasteagle.loading.tensors import Checkpoint, save_tensors
 from fasteagle.model import MLP, MoE, Transformer, causal_mask
 from fasteagle.options import DEFAULT_MODEL
-from fasteagle.paths import atomic_dir, require_place, require_writable
+from fasteagle.paths import atomic_dir, require_place, require_writable, write_json
 from fasteagle.prompts import read_conversations
 
 TOKENS, WINDOW = 4096, 512  # of the text that routers are made from, and of one pass
@@ -211,6 +211,7 @@ def write_folder(
         save_tensors(renamed, folder / "model.safetensors")
         dtype = str(tensors["model.embed_tokens.weight"].dtype).removeprefix("torch.")
         write_json(
+            folder / "config.json",
             {
                 "architectures": [config.architecture],
                 "model_type": "mixtral",
@@ -232,7 +233,6 @@ def write_folder(
                 "torch_dtype": dtype,
                 "eos_token_id": min(opened.tokenizer.eos_ids, default=None),
             },
-            folder / "config.json",
         )
 
 

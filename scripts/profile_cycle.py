@@ -10,7 +10,6 @@ without it. `--passes` times target passes over so many rows, captured where cyc
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 import time
@@ -34,7 +33,7 @@ from fasteagle.compile.measurement import CONTEXT, Measurement
 from fasteagle.generate import Engine
 from fasteagle.loading.open import PreparedModel, open_dummy
 from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
-from fasteagle.paths import require_writable, write_atomic
+from fasteagle.paths import require_writable, write_json
 from fasteagle.tables import print_table
 
 PROMPT = list(range(5, 261))
@@ -84,7 +83,7 @@ def main(
         record[way] = described(profiled(engine, cycles), cycles, cycle_ms(engine, cycles))
         show(f"{model} {precision}, {way}", record[way], engine.runner.error)
     if json_path:
-        write_atomic(json_path, json.dumps(record, indent=1).encode())
+        write_json(json_path, record)
 
 
 def timed_passes(

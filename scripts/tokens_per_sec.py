@@ -16,7 +16,6 @@ is measured on a CPU and the data sheet's on a GPU we know; what a draft head re
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,7 @@ from fasteagle.errors import FasteagleError, note
 from fasteagle.llm import MOST_AT_ONCE, open_llm
 from fasteagle.loading.open import open_dummy, open_model
 from fasteagle.options import RuntimeOptions
-from fasteagle.paths import require_writable, write_atomic
+from fasteagle.paths import require_writable, write_json
 from fasteagle.prompts import Question, read_questions
 from fasteagle.tables import print_table
 
@@ -102,7 +101,7 @@ def main(
     if batch is not None:
         report = several(batch, options, runtime_options, questions, md)
         if json_path:
-            _write(json_path, report)
+            write_json(json_path, report)
         return
     opened = open_dummy(model) if load_format == "dummy" else open_model(model, runtime_options)
     measured = run(options, runtime_options, opened, questions)
@@ -113,7 +112,7 @@ def main(
     report = build_report(measured, options, runtime_options, save_outputs)
     print_report(report, md)
     if json_path:
-        _write(json_path, report)
+        write_json(json_path, report)
     if plot_path:
         plot(report, plot_path)
 
@@ -136,10 +135,6 @@ def several(
             print(largest_batch(llm))
         records += [{"precision": precision, **dataclasses.asdict(row)} for row in rows]
     return {"meta": metadata(options, runtime_options), "rows": records}
-
-
-def _write(path: Path, report: dict[str, Any]) -> None:
-    write_atomic(path, json.dumps(report, indent=1, default=str).encode())
 
 
 def _check_batch(sizes: Sequence[int]) -> None:

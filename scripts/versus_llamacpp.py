@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from fasteagle.errors import FasteagleError, note
 from fasteagle.loading.gguf import GGUFFile
 from fasteagle.loading.open import open_model
 from fasteagle.options import DEFAULT_MODEL, RuntimeOptions
-from fasteagle.paths import require_writable, write_atomic
+from fasteagle.paths import require_writable, write_json
 from fasteagle.prompts import read_questions
 from fasteagle.tables import print_table
 
@@ -149,7 +148,7 @@ def main(
     _print(measured, data, max_new_tokens)
     if json_path:
         record = [{"row": row.name, "tok_s": row.tok_s, "tau": row.tau} for row in measured]
-        write_atomic(json_path, json.dumps(record, indent=1).encode())
+        write_json(json_path, record)
 
 
 def _print(rows: list[Row], data: Path | None, max_new_tokens: int) -> None:

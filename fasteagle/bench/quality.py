@@ -7,7 +7,6 @@ Shapes: W windows of the text, L tokens in a window, D model dim, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ from fasteagle.loading.checkpoint import required_bytes
 from fasteagle.loading.open import OpenedModel, PreparedModel, open_model
 from fasteagle.loading.tokenizer import ChatTokenizer
 from fasteagle.options import RuntimeOptions
-from fasteagle.paths import require_writable, write_atomic
+from fasteagle.paths import require_writable, write_json
 from fasteagle.tables import print_table
 
 ROWS_AT_ONCE = 128  # of logits
@@ -157,4 +156,4 @@ def run_eval(
     print_table(HEADINGS, cells, md=md)
     if json_path:
         record = {"model": model, "text": options.text.name, "rows": [vars(q) for q in qualities]}
-        write_atomic(json_path, json.dumps(record, indent=1).encode())
+        write_json(json_path, record)

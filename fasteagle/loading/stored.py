@@ -29,8 +29,8 @@ from fasteagle.loading.tensors import (
     rows_for,
     save_tensors,
     weight_map,
-    write_json,
 )
+from fasteagle.paths import write_json
 from fasteagle.quant.packed import PackedWeight
 from fasteagle.quant.scheme import Scheme
 
@@ -88,8 +88,8 @@ def save(
         "model": dataclasses.asdict(checkpoint.config),
         "quantization_config": quantization,
     }
-    write_json(config, folder / "config.json")
-    write_json({"weight_map": where}, folder / INDEX)
+    write_json(folder / "config.json", config)
+    write_json(folder / INDEX, {"weight_map": where})
 
 
 def is_stored(raw: dict[str, Any]) -> bool:

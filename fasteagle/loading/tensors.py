@@ -10,7 +10,6 @@ from __future__ import annotations
 import abc
 import copy
 import hashlib
-import json
 import math
 import zlib
 from collections.abc import Sequence
@@ -132,12 +131,6 @@ def save_tensors(
             metadata={"format": "pt", **(metadata or {})},
         )
         temporary.chmod(0o644)  # safetensors writes private files
-
-
-def write_json(value: dict[str, Any], path: Path) -> None:
-    """Write a JSON file, completely or not at all."""
-    with replacing(path) as temporary:
-        temporary.write_text(json.dumps(value, indent=1) + "\n")
 
 
 class SafetensorsFolder(Checkpoint):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import os
 import shutil
 import time
@@ -29,7 +28,7 @@ from fasteagle.loading.open import OpenedModel, Runtime, open_model
 from fasteagle.loading.tensors import fingerprint, read_json
 from fasteagle.model import EagleHead, Transformer
 from fasteagle.options import RuntimeOptions
-from fasteagle.paths import cache_dir, only_writer, require_no_model, require_writable, write_atomic
+from fasteagle.paths import cache_dir, only_writer, require_no_model, require_writable, write_json
 from fasteagle.prompts import Conversation, read_conversations
 from fasteagle.quant.scheme import Scheme
 from fasteagle.training.data import cached_features, choose_held_out, frequent_tokens, store_key
@@ -237,7 +236,7 @@ def _calibrate(
         "distilled": {"kept": is_better, **after.as_dict()},
     }
     save_head(out, better, header, torch.bfloat16)
-    write_atomic(out / "calibration.json", (json.dumps(report, indent=1) + "\n").encode())
+    write_json(out / "calibration.json", report)
 
 
 def with_draft_vocab(
@@ -295,4 +294,4 @@ class Work:
 
     def _save(self) -> None:
         self._state["spent"] = self.seconds
-        write_atomic(self._path, json.dumps(self._state, indent=1).encode())
+        write_json(self._path, self._state)

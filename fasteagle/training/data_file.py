@@ -14,7 +14,7 @@ from typing import Any
 
 from fasteagle.config_fields import parse_json
 from fasteagle.errors import FasteagleError, note, shown
-from fasteagle.paths import lock_alone, require_writable, write_atomic
+from fasteagle.paths import lock_alone, require_writable, write_json
 from fasteagle.training.dialogues import Dialogue
 
 
@@ -47,7 +47,7 @@ class DataFile:
         path = self._path
         beside = path.with_name(f"{path.name}.settings.json")
         if not path.stat().st_size:
-            write_atomic(beside, (json.dumps(settings, indent=1) + "\n").encode())
+            write_json(beside, settings)
             return
         try:
             begun = parse_json(beside.read_text("utf-8"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +29,7 @@ from fasteagle.paths import (
     remove_unused,
     require_no_model,
     require_writable,
-    write_atomic,
+    write_json,
 )
 from fasteagle.prompts import Conversation, read_conversations, read_questions
 from fasteagle.training.data import (
@@ -276,6 +275,6 @@ def write_head(
         **more,
         "history": trainer.history,
     }
-    write_atomic(out / "training.json", (json.dumps(record, indent=1) + "\n").encode())
+    write_json(out / "training.json", record)
     (out / "state.pt").unlink(missing_ok=True)
     note(f"head written to {out}: 0-alpha {held['alphas'][0]:.3f}, chain tau {held['tau']:.2f}")

@@ -120,6 +120,6 @@ def test_a_record_has_the_numbers_of_the_table(folder, text, tmp_path, monkeypat
         ]
         for row in record["rows"]
     ]
-    monkeypatch.setattr(quality, "write_atomic", raising(OSError(errno.ENOSPC, "No space left")))
+    monkeypatch.setattr(quality, "write_json", raising(OSError(errno.ENOSPC, "No space left")))
     full = invoke("eval", "--model", folder, "--text", text, *options, path)
     assert full.exit_code == 2 and full.stdout == result.stdout, full.stderr

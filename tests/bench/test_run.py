@@ -275,6 +275,6 @@ def test_the_script_writes_what_it_prints(
     capsys.readouterr()
     print_report(record, md=True)
     assert done.stdout == capsys.readouterr().out
-    monkeypatch.setattr("tokens_per_sec.write_atomic", raising(OSError(errno.ENOSPC, "full")))
+    monkeypatch.setattr("tokens_per_sec.write_json", raising(OSError(errno.ENOSPC, "full")))
     full = script(*paths, *words)
     assert full.exit_code == 2 and full.stdout.startswith("| row | precision | tok/s |")

@@ -28,10 +28,10 @@ from fasteagle.loading.heads.tables import (
     official_state,
     target_ids,
 )
-from fasteagle.loading.tensors import Checkpoint, save_tensors, write_json
+from fasteagle.loading.tensors import Checkpoint, save_tensors
 from fasteagle.model import EagleHead
 from fasteagle.options import EXPORT_FORMATS
-from fasteagle.paths import atomic_dir, require_writable
+from fasteagle.paths import atomic_dir, require_writable, write_json
 
 Config = dict[str, Any]  # a config.json
 
@@ -61,7 +61,7 @@ def save_head(folder: Path, head: EagleHead, header: Config, dtype: torch.dtype)
 
 def _fill(folder: Path, raw: Config, state: State, metadata: dict[str, str] | None = None) -> None:
     save_tensors(state, folder / "model.safetensors", metadata)
-    write_json(raw, folder / "config.json")
+    write_json(folder / "config.json", raw)
 
 
 # Layouts: the keys of their config.json, beside those of a decoder layer. "eagle1" is the official
