@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fasteagle.errors import FasteagleError, cut
+from fasteagle.errors import FasteagleError, cut, reason_of
 
 MOST = 2**31 - 1  # largest count: fits into the index types of every kernel
 MOST_REAL = 1e30  # largest number: fits into fp32
@@ -44,6 +44,14 @@ def read_text(path: Path) -> str:
     if len(data) > MOST_TEXT:
         raise ValueError(f"it has more than {MOST_TEXT >> 20} MiB")
     return data.decode("utf-8").replace("\r\n", "\n")
+
+
+def text_of(path: Path) -> str:
+    """Return the text of a file that a person names; raise `FasteagleError`."""
+    try:
+        return read_text(path)
+    except (OSError, ValueError) as error:
+        raise FasteagleError(f"cannot read {path}: {reason_of(error)}") from error
 
 
 def parse_shallow_json(text: str) -> Any:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import click
 
-from fasteagle.bench.plot import check_plot, plot_confidence
+from fasteagle.bench.plot import check_plot, confidence_figure, save_chart
 from fasteagle.cli.command import Script
 from fasteagle.cli.options import FILE, model_options
 from fasteagle.loading.heads.find import named_head
@@ -68,7 +68,8 @@ def main(
     n_rows, n_greedy = held.rows, sum(c.greedy for c in conversations)
     print(f"\n{n_rows:,} positions of {len(conversations):,} answers, {n_greedy:,} of them greedy")
     if plot_path:
-        plot_confidence({name: q.by_confidence for name, q in qualities.items()}, plot_path)
+        tenths = {name: quality.by_confidence for name, quality in qualities.items()}
+        save_chart(confidence_figure(tenths), plot_path)
 
 
 def by_depth(qualities: Mapping[str, HeldOut]) -> tuple[list[str], Rows]:

@@ -29,6 +29,7 @@ from fasteagle.config import ModelConfig, MoEConfig, dense_width
 from fasteagle.errors import FasteagleError, note
 from fasteagle.loading.checkpoint import load_model
 from fasteagle.loading.gguf import BLOCK_NAMES, GLOBAL_NAMES, GGUFFile
+from fasteagle.loading.heads.tables import layer_config
 from fasteagle.loading.names import expected_shapes
 from fasteagle.loading.open import OpenedModel, open_model
 from fasteagle.loading.rope_order import rope_order
@@ -209,28 +210,19 @@ def write_folder(
                 name = name.replace(f"{ours}.", f"{theirs}.") if ".experts." in name else name
             renamed[name] = tensor
         save_tensors(renamed, folder / "model.safetensors")
-        dtype = str(tensors["model.embed_tokens.weight"].dtype).removeprefix("torch.")
+        dtype = tensors["model.embed_tokens.weight"].dtype
         write_json(
             folder / "config.json",
             {
+                **layer_config(config, dtype),
                 "architectures": [config.architecture],
                 "model_type": "mixtral",
-                "hidden_act": "silu",
-                "hidden_size": config.dim,
                 "intermediate_size": config.moe.ffn_dim,
                 "num_hidden_layers": config.n_layer,
-                "num_attention_heads": config.n_head,
-                "num_key_value_heads": config.n_kv_head,
-                "head_dim": config.head_dim,
                 "num_local_experts": config.moe.n_expert,
                 "num_experts_per_tok": config.moe.top_k,
-                "vocab_size": config.vocab_size,
-                "max_position_embeddings": config.max_seq_len,
-                "rms_norm_eps": config.norm_eps,
-                "rope_theta": config.rope_base,
                 "sliding_window": None,
                 "tie_word_embeddings": config.tie_embeddings,
-                "torch_dtype": dtype,
                 "eos_token_id": min(opened.tokenizer.eos_ids, default=None),
             },
         )

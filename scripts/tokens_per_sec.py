@@ -23,7 +23,7 @@ from typing import Any
 import click
 
 from fasteagle.bench.options import PRECISIONS, BenchOptions
-from fasteagle.bench.plot import check_plot, plot
+from fasteagle.bench.plot import check_plot, figure, save_chart
 from fasteagle.bench.report import build_report, metadata, print_report
 from fasteagle.bench.run import run
 from fasteagle.bench.several import HEADINGS, largest_batch, measure_sizes
@@ -114,7 +114,7 @@ def main(
     if json_path:
         write_json(json_path, report)
     if plot_path:
-        plot(report, plot_path)
+        save_chart(figure(report), plot_path)
 
 
 def several(

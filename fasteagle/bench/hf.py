@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 from typing import Any
@@ -38,14 +39,8 @@ def hf_config(config: ModelConfig) -> Any:
 
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_base}
     if config.rope_scaling is not None:
-        s = config.rope_scaling
-        rope |= {
-            "rope_type": "llama3",
-            "factor": s.factor,
-            "low_freq_factor": s.low_freq_factor,
-            "high_freq_factor": s.high_freq_factor,
-            "original_max_position_embeddings": s.original_max_seq_len,
-        }
+        rope |= {"rope_type": "llama3", **dataclasses.asdict(config.rope_scaling)}
+        rope["original_max_position_embeddings"] = rope.pop("original_max_seq_len")
     elif config.rope_linear_factor != 1:
         rope |= {"rope_type": "linear", "factor": config.rope_linear_factor}
     architecture = "Qwen2ForCausalLM" if config.architecture == MIMO else config.architecture

@@ -25,21 +25,7 @@ def check_plot(path: Path) -> None:
     require_writable(path)
 
 
-def plot(report: dict[str, Any], path: Path) -> None:
-    """Draw the rows of `report` into `path`."""
-    _write(figure(report), path)
-
-
-def plot_confidence(tenths: Mapping[str, Sequence[tuple[int, int]]], path: Path) -> None:
-    """Draw acceptance against confidence into `path`, as EAGLE-2's figure 6 does.
-
-    `tenths` has a line for each draft head by its name: drafted tokens, and the accepted ones, by
-    the tenth that the draft head's probability lies in.
-    """
-    _write(confidence_figure(tenths), path)
-
-
-def _write(chart: Any, path: Path) -> None:
+def save_chart(chart: Any, path: Path) -> None:
     """Write a matplotlib figure in the format that the suffix names."""
     with replacing(path) as temporary:
         chart.savefig(temporary, format=path.suffix[1:], dpi=150)
@@ -77,7 +63,11 @@ def _label(row: dict[str, Any]) -> str:
 
 
 def confidence_figure(tenths: Mapping[str, Sequence[tuple[int, int]]]) -> Any:
-    """Return the chart of `plot_confidence` as a matplotlib figure."""
+    """Return a matplotlib figure of acceptance against confidence, as EAGLE-2's figure 6.
+
+    `tenths` has a line for each draft head by its name: drafted tokens, and the accepted ones, by
+    the tenth that the draft head's probability lies in.
+    """
     from matplotlib.figure import Figure  # an extra that may be missing
 
     chart = Figure(figsize=(5.0, 4.4), layout="constrained")

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fasteagle.bench.options import EvalOptions
-from fasteagle.config_fields import read_text
+from fasteagle.config_fields import text_of
 from fasteagle.device import available_bytes, pick_device, pick_dtype
-from fasteagle.errors import FasteagleError, note, reason_of, with_progress
+from fasteagle.errors import FasteagleError, note, with_progress
 from fasteagle.generate import Engine
 from fasteagle.loading.checkpoint import required_bytes
 from fasteagle.loading.open import OpenedModel, PreparedModel, open_model
@@ -85,11 +85,7 @@ def _with_room(runtime: RuntimeOptions, window: int, opened: OpenedModel) -> Run
 
 def read_windows(options: EvalOptions, tokenizer: ChatTokenizer) -> list[list[int]]:
     """Return the text in windows of equal length; raise `FasteagleError` if it is too short."""
-    try:
-        text = read_text(options.text)
-    except (OSError, ValueError) as error:
-        raise FasteagleError(f"cannot read {options.text}: {reason_of(error)}") from error
-    ids = tokenizer.encode(text)[: options.tokens]
+    ids = tokenizer.encode(text_of(options.text))[: options.tokens]
     n = len(ids) // options.window
     if n == 0:
         raise FasteagleError(

@@ -53,7 +53,9 @@ def build_report(
             "tau": _rounded(row.tau),
             "p50_ms": _rounded(percentile(latencies, 0.5), 1e3),
             "p99_ms": _rounded(percentile(latencies, 0.99), 1e3),
-            **_simulation(row),
+            "simulated": row.simulated,
+            "simulated_tau": row.simulated_tau,
+            **({"measured_tau": round(row.measured_tau, 3)} if row.simulated else {}),
             "speedup_vs_plain": _rounded(row.tok_s / base if base else None),
             "mbu": round(read_gb_s / meta["bandwidth"]["gb_s"], 6),
             "context": round(row.context, 1),
@@ -75,12 +77,6 @@ def build_report(
 
 def _rounded(value: float | None, scale: float = 1.0) -> float | None:
     return None if value is None else round(scale * value, 3)
-
-
-def _simulation(row: Row) -> dict[str, Any]:
-    """Return whether tau was supplied; if so, also the tau that was measured."""
-    record = {"simulated": row.simulated, "simulated_tau": row.simulated_tau}
-    return {**record, "measured_tau": round(row.measured_tau, 3)} if row.simulated else record
 
 
 def _parts(row: Row) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import click
 
 from fasteagle.cli.command import UserPath
-from fasteagle.config_fields import read_text
-from fasteagle.errors import FasteagleError, reason_of
+from fasteagle.config_fields import text_of
+from fasteagle.errors import FasteagleError
 from fasteagle.option_fields import UNSAID, flag_of, option, require_unset, require_word
 from fasteagle.options import (
     DEFAULT_MODEL,
@@ -321,7 +321,7 @@ def _take_answers(values: Values) -> Values:
 def _taken_form(values: Values) -> GrammarSpec | None:
     forms = {name: values.pop(name) for name in ("json_schema", "regex", "grammar")}
     texts = {
-        kind: _file_text(form) if isinstance(form, Path) else form
+        kind: text_of(form) if isinstance(form, Path) else form
         for kind, form in forms.items()
         if form is not None
     }
@@ -329,13 +329,6 @@ def _taken_form(values: Values) -> GrammarSpec | None:
         both = " and ".join(f"--{kind.replace('_', '-')}" for kind in texts)
         raise FasteagleError(f"{both} contradict each other: give one")
     return next((GrammarSpec(kind, text) for kind, text in texts.items()), None)
-
-
-def _file_text(path: Path) -> str:
-    try:
-        return read_text(path)
-    except (OSError, ValueError) as error:
-        raise FasteagleError(f"cannot read {path}: {reason_of(error)}") from error
 
 
 ANSWERS = Group(

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from fasteagle.bench.plot import check_plot, confidence_figure, figure, plot
+from fasteagle.bench.plot import check_plot, confidence_figure, figure, save_chart
 from fasteagle.errors import FasteagleError
 
 
@@ -42,7 +42,7 @@ def test_bars_are_the_rows_with_tau_and_what_is_simulated():
 def test_the_chart_lands_as_a_file(tmp_path, suffix, start):
     path = tmp_path / "new" / f"chart{suffix}"
     check_plot(path)
-    plot(REPORT, path)
+    save_chart(figure(REPORT), path)
     assert path.read_bytes().startswith(start)
     assert list(path.parent.iterdir()) == [path]
 
