@@ -23,7 +23,6 @@ from torch import Tensor
 
 from fasteagle.compile.cuda_tensors import BlockWeights, weights_of
 from fasteagle.compile.tree_attention import prompt_attention
-from fasteagle.device import on_device_of
 from fasteagle.model import Block, MoE, PromptView, RMSNorm, Visible
 from fasteagle.quant.cuda_linear import InterleavedLinear
 from fasteagle.quant.interleaved import BLOCK_N
@@ -239,7 +238,7 @@ def launch_blocks(
 
     shared, own, parts = _LIVING[key.data_ptr()], Rows.of(rows, window), None
     settings, half = shared.settings, torch.float16
-    with on_device_of(x):
+    with torch.cuda.device_of(x):
         for i, weights in enumerate(shared.weights[first : first + len(caches) // 2]):
             normed = entry
             if normed is None:

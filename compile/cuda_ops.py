@@ -3,6 +3,8 @@
 Each has a reference in plain torch: `base.top_children`, `tree.rerank`, `tree.relations`,
 `Lookup.propose`, `tree.fuse`, `sampling.draw`, `KVCache.commit`.
 
+Each makes the GPU of its tensors current, on which Triton launches its kernels.
+
 Shapes: W rows, V vocabulary, P planes of a cache or candidates of a tree, T tree rows, G KV heads,
 S slots, E head dim.
 """
@@ -15,7 +17,6 @@ import torch
 from torch import Tensor
 
 from fasteagle import tree
-from fasteagle.device import on_device_of
 from fasteagle.drafting.lookup import Lookup
 from fasteagle.model import KVCache
 from fasteagle.sampling import SamplingMode, SamplingTensors, process_logits
@@ -31,7 +32,7 @@ def top_children(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return draft ids and log-probabilities [W, k] of the best children, from logits [W, V]."""
     from fasteagle.compile.kernels import draft_kernels  # Triton exists where CUDA does
 
-    with on_device_of(logits):
+    with torch.cuda.device_of(logits):
         return draft_kernels.top_children(logits, k)
 
 
@@ -46,7 +47,7 @@ def move_cache_rows(rows: Tensor, start: Tensor, path: Tensor) -> None:
     """Move cache rows [P, G, S, E] of a path [n] to `start` onwards; see `block_kernels.commit`."""
     from fasteagle.compile.kernels import block_kernels
 
-    with on_device_of(rows):
+    with torch.cuda.device_of(rows):
         block_kernels.commit(rows, start, path)
 
 
@@ -62,7 +63,7 @@ def draw_tokens(
     """Sample a token for each row of logits [T, V]; see `draw_kernels.draw`."""
     from fasteagle.compile.kernels import draw_kernels
 
-    with on_device_of(logits):
+    with torch.cuda.device_of(logits):
         return draw_kernels.draw(logits, positions, seed, temperature, noisy, scaled)
 
 
@@ -101,7 +102,7 @@ def rerank_pool(
     """Select the tree of the best candidates; see `order_kernels.rerank`."""
     from fasteagle.compile.kernels import order_kernels
 
-    with on_device_of(tokens):
+    with torch.cuda.device_of(tokens):
         return order_kernels.rerank(tokens, scores, parents, sources, root, n_nodes)
 
 
@@ -138,7 +139,7 @@ def look_up_text(
     """Learn from the last proposal and make the next; see `lookup_kernels.look_up`."""
     from fasteagle.compile.kernels import lookup_kernels
 
-    with on_device_of(text):
+    with torch.cuda.device_of(text):
         return lookup_kernels.look_up(text, last, table, recent, reach)
 
 
@@ -169,7 +170,7 @@ def fuse_pool(
     """Merge a draft head's candidates and a looked-up chain; see `lookup_kernels.fuse`."""
     from fasteagle.compile.kernels import lookup_kernels
 
-    with on_device_of(tokens):
+    with torch.cuda.device_of(tokens):
         return lookup_kernels.fuse(tokens, scores, parents, looked_up, logp, k, n_levels)
 
 
@@ -195,7 +196,7 @@ def relate_rows(parents: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]
     """Compute the mask, depths and paths of a tree; see `order_kernels.relations`."""
     from fasteagle.compile.kernels import order_kernels
 
-    with on_device_of(parents):
+    with torch.cuda.device_of(parents):
         return order_kernels.relations(parents, valid)
 
 

@@ -15,7 +15,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from fasteagle.device import on_device_of
 from fasteagle.errors import note
 from fasteagle.model import Block, RMSNorm
 from fasteagle.quant.cuda_linear import InterleavedLinear
@@ -29,7 +28,7 @@ def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
     """Return RMSNorm of fp32 x [T, D] in the dtype of `scale` [D], with bits independent of T."""
     from fasteagle.compile.kernels import block_kernels  # Triton exists where CUDA does
 
-    with on_device_of(x):
+    with torch.cuda.device_of(x):
         return block_kernels.add_norm(x, None, scale, eps, scale.dtype)[1]
 
 

@@ -21,7 +21,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fasteagle import model
 from fasteagle.compile.int8_cache import SPARE, dense_rows
 from fasteagle.config import ModelConfig
-from fasteagle.device import on_device_of
 from fasteagle.model import PromptView, Visible
 from fasteagle.tree import TreeView
 
@@ -134,7 +133,7 @@ def _cuda(q: Tensor, k_cache: Tensor, v_cache: Tensor, *view: Any) -> Tensor:
     from fasteagle.compile.kernels import tree_kernels  # Triton exists where CUDA does
 
     check_shapes(q, k_cache, v_cache, *view[:3])
-    with on_device_of(q):
+    with torch.cuda.device_of(q):
         return tree_kernels.tree_attention(q, k_cache, v_cache, TreeView(*view))
 
 

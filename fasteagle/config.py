@@ -69,9 +69,7 @@ class ModelConfig:
     rope_base: float = 10000.0
     rope_scaling: Llama3RopeScaling | None = None
     rope_linear_factor: float = 1.0
-    rope_freq_factors: tuple[float, ...] | None = (
-        None  # per-frequency divisors, as GGUF stores them
-    )
+    rope_freq_factors: tuple[float, ...] | None = None  # divisors, as GGUF stores them
     tie_embeddings: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False

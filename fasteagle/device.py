@@ -8,7 +8,6 @@ import gc
 import importlib.util
 import platform
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TypeVar
 
@@ -95,11 +94,6 @@ def _init_problem() -> str | None:
 def _first_line(error: BaseException) -> str:
     text = first_line(error)
     return text.split(". ")[0].rstrip(".")[:200]
-
-
-def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Make the GPU of `tensor`, if it is on one, current: Triton launches its kernels there."""
-    return torch.cuda.device_of(tensor)
 
 
 def pick_dtype(name: str, device: torch.device, quantized: bool = False) -> str:

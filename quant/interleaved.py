@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fasteagle.device import on_device_of
 from fasteagle.errors import FasteagleError
 from fasteagle.quant.packed import PackedWeight
 
@@ -181,7 +180,7 @@ def interleaved_linear(
         return x.float() @ dequantize(weight).T
     from fasteagle.quant import kernels  # Triton exists where CUDA does
 
-    with on_device_of(x):
+    with torch.cuda.device_of(x):
         return kernels.linear(x, weight, accumulate=accumulate)
 
 

@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fasteagle.device import on_device_of
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.tokenizer import ChatTokenizer
 from fasteagle.model import Ops, RMSNorm, Transformer
@@ -189,7 +188,7 @@ class ManyTexts:
             for _ in range(STEPS):
                 self._step()
             return
-        with on_device_of(self._ids):
+        with torch.cuda.device_of(self._ids):
             if self._graph is None:
                 for _ in range(WARM_UP):
                     self._step()
