@@ -40,6 +40,15 @@ class FasteagleError(Exception):
         super().__init__("".join(shown))
 
 
+@contextlib.contextmanager
+def within(where: str) -> Iterator[None]:
+    """Put `where` before the text of a `FasteagleError` that is raised inside."""
+    try:
+        yield
+    except FasteagleError as error:
+        raise FasteagleError(f"{where}: {error}") from error
+
+
 class EngineError(FasteagleError):
     """Failure of the model or the machine during an answer; the request itself may be valid."""
 

@@ -14,7 +14,7 @@ from fasteagle.cli.session import ChatSession, Piece, format_stats
 from fasteagle.config_fields import parse_json_file
 from fasteagle.drafting.draft_model import ModelDrafter
 from fasteagle.drafting.eagle import EagleDrafter
-from fasteagle.errors import FasteagleError, note, reason_of, shown, suggest
+from fasteagle.errors import FasteagleError, note, reason_of, shown, suggest, within
 from fasteagle.options import AnswerOptions, SamplingParams
 from fasteagle.paths import state_dir, write_atomic
 
@@ -180,10 +180,8 @@ class Repl:
             raise FasteagleError(f"/spec {number[:40]} is out of range: use fewer than 10,000")
         if not isinstance(self.drafter, EagleDrafter | ModelDrafter):
             raise FasteagleError("/spec N needs a draft head or a draft model")
-        try:
+        with within(f"/spec {number} is out of range"):
             self.session.llm.use(self.drafter.resized(int(number)))
-        except FasteagleError as error:
-            raise FasteagleError(f"/spec {number} is out of range: {error}") from error
 
     def _tint(self, text: str) -> None:
         if text not in ("", "on", "off"):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fasteagle.config_fields import Fields
 from fasteagle.config_hf import from_hf
-from fasteagle.errors import FasteagleError, shortened
+from fasteagle.errors import FasteagleError, shortened, within
 from fasteagle.loading.layouts import (
     AWQLayout,
     CompressedTensorsLayout,
@@ -83,10 +83,8 @@ class QuantizedFolder(Checkpoint):
 
     def _read_geometry(self, name: str) -> Geometry:
         shapes = {part: self._files.shape(_part(name, part)) for part in self._parts[name]}
-        try:
+        with within(f"{self.path}: {name}"):
             geometry = self._layout.geometry(shapes, lambda p: self._files.load(_part(name, p)))
-        except FasteagleError as error:
-            raise self._named(name, error) from error
         kind = self._kind(geometry)
         if kind not in self._declared:
             raise FasteagleError(
@@ -115,9 +113,6 @@ class QuantizedFolder(Checkpoint):
         ((bits, group_size),) = kinds
         head = self._geometry.get("lm_head.weight")
         return Scheme(bits, group_size, "own", head_bits=16 if head is None else head.bits)
-
-    def _named(self, name: str, error: FasteagleError) -> FasteagleError:
-        return FasteagleError(f"{self.path}: {name}: {error}")
 
     def names(self) -> set[str]:
         return self._plain | self._parts.keys()
@@ -150,10 +145,8 @@ class QuantizedFolder(Checkpoint):
         for part in self._parts.get(name, set()) & {"g_idx", "weight_g_idx"}:
             geometry = self._geometry[name]
             g_idx = self._files.load(_part(name, part))
-            try:
+            with within(f"{self.path}: {name}"):
                 return formats.act_order(g_idx, geometry.n_columns, geometry.group_size)
-            except FasteagleError as error:
-                raise self._named(name, error) from error
         return None
 
     def _unpack(self, name: str, n_rows: int | None = None) -> Imported:
@@ -167,10 +160,8 @@ class QuantizedFolder(Checkpoint):
             else:
                 length = n_rows * shape[axis] // self.shape(name)[0]  # less where rows share words
                 parts[part] = self._files.first(stored, axis, length)
-        try:
+        with within(f"{self.path}: {name}"):
             return self._layout.unpack(parts)
-        except FasteagleError as error:
-            raise self._named(name, error) from error
 
 
 def _listed(kinds: Iterable[Kind]) -> str:
@@ -190,10 +181,8 @@ def open_quantized(path: Path, raw: dict[str, Any]) -> QuantizedFolder:
     """
     settings = _settings(path, raw)
     method = str(settings.get("quant_method") or "unknown").lower()
-    try:
+    with within(str(path)):
         declared = declared_kinds(method, settings)
-    except FasteagleError as error:
-        raise FasteagleError(f"{path}: {error}") from error
     plain = {key: value for key, value in raw.items() if key != "quantization_config"}
     config = from_hf(plain, str(path / "config.json"))
     if not any(path.glob("*.safetensors")):

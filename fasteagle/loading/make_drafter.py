@@ -24,7 +24,7 @@ from fasteagle.drafting.ngram import NGRAM_TOKENS, NgramDrafter
 from fasteagle.drafting.policy import MAX_CHAIN, REACH
 from fasteagle.drafting.static_tree import StaticTreeDrafter, check_no_gaps, check_paths
 from fasteagle.drafting.thresholds import LONGEST
-from fasteagle.errors import FasteagleError
+from fasteagle.errors import FasteagleError, within
 from fasteagle.generate import Engine
 from fasteagle.loading.entries import REGISTRY
 from fasteagle.loading.heads.find import (
@@ -183,12 +183,8 @@ class Drafting:
         self, prepared: PreparedModel, engine: Engine, notify: Callable[[str], None]
     ) -> Drafter:
         """Load the draft model beside its target."""
-        try:
+        with within(f"draft model {prepared.name}, beside its target"):
             target = prepared.engine(notify=notify).target
-        except FasteagleError as error:
-            raise FasteagleError(
-                f"draft model {prepared.name}, beside its target: {error}"
-            ) from error
         target.model.requires_grad_(False)
         shape = self.options.tree_shape(quantized_on_cpu=False)
         assert isinstance(shape, TreeShape), "only a fused drafter has another shape"

@@ -19,7 +19,7 @@ from fasteagle.config import (
 )
 from fasteagle.config_fields import Fields, parse_json
 from fasteagle.config_hf import head_from_hf
-from fasteagle.errors import FasteagleError, shortened
+from fasteagle.errors import FasteagleError, shortened, within
 from fasteagle.loading.heads import tables
 from fasteagle.loading.heads.gguf import gguf_of, read_gguf_head
 from fasteagle.loading.heads.mtp import read_layer
@@ -134,10 +134,8 @@ class HeadSource:
         """Return what is EAGLE-3's own in the config. Raises `FasteagleError`."""
         raw, state, width = self.raw, self.state, self.raw["hidden_size"]
         layers = aux_layers or self.aux_layers or default_aux_layers(target.n_layer)
-        try:
+        with within(self.name):
             checked_aux_layers(layers, target.n_layer)
-        except FasteagleError as error:
-            raise FasteagleError(f"{self.name}: {error}") from error
         fc = state.get("fc.weight")
         n_out, n_in = fc.shape if fc is not None and fc.ndim == 2 else (0, 0)
         if n_out == width and n_in != len(layers) * target.dim:
