@@ -197,9 +197,7 @@ def read_tree(path: Path) -> Paths:
         if len(raw) > MOST_NODES or any(len(node) > MAX_REACH for node in raw):
             raise ValueError(f"at most {MOST_NODES:,} paths of {MAX_REACH} ranks each")
         return tuple(tuple(node) for node in raw)
-    except TypeError as error:
-        raise FasteagleError(f"tree file {path}: expected a list of paths ({error})") from error
-    except (OSError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         reason = reason_of(error)
         raise FasteagleError(f"tree file {path}: expected a list of paths ({reason})") from error
 

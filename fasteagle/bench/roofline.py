@@ -272,9 +272,8 @@ def limit(
 
 @dataclasses.dataclass(frozen=True)
 class Outlook:
-    """Assumed speed of what no data sheet has, in microseconds but for the first."""
+    """Assumed speed of what no data sheet has, in microseconds but for shares."""
 
-    name: str
     reach: float  # share of the memory bandwidth that a kernel reaches that only reads
     latency: float  # from the request of a tile to its arrival, under load
     launch: float  # from the end of a graph's node to the first request of the next node
@@ -292,9 +291,9 @@ class Outlook:
         )
 
 
-LOW = Outlook("low", 0.80, 1.1, 1.6, 3.5, 0.75)
-MID = Outlook("mid", 0.87, 0.9, 1.3, 3.0, 0.9)
-HIGH = Outlook("high", 0.93, 0.8, 1.1, 2.5)
+LOW = Outlook(0.80, 1.1, 1.6, 3.5, 0.75)
+MID = Outlook(0.87, 0.9, 1.3, 3.0, 0.9)
+HIGH = Outlook(0.93, 0.8, 1.1, 2.5)
 OUTLOOKS = LOW, MID, HIGH
 
 

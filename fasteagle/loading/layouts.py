@@ -48,13 +48,9 @@ class GPTQLayout:
         return formats.gptq_geometry(shapes["qweight"], shapes["qzeros"], shapes["scales"])
 
     def unpack(self, parts: Mapping[str, Tensor]) -> Imported:
-        return formats.from_gptq(
-            parts["qweight"],
-            parts["qzeros"],
-            parts["scales"],
-            parts.get("g_idx"),
-            zero_offset=self.zero_offset,
-        )
+        qweight, qzeros, scales = (parts[part] for part in self.parts[:3])
+        g_idx, offset = parts.get("g_idx"), self.zero_offset
+        return formats.from_gptq(qweight, qzeros, scales, g_idx, zero_offset=offset)
 
 
 class AWQLayout:

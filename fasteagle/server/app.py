@@ -74,7 +74,7 @@ class Server:
     def __init__(
         self, llm: LLM, options: ServeOptions, defaults: Defaults, api_key: str | None = None
     ) -> None:
-        self.llm, self.options, self.defaults = llm, options, defaults
+        self.llm, self.options = llm, options
         # Clients learn no folder of this machine.
         self.name = Path(llm.name).name if Path(llm.name).exists() else llm.name
         self.metrics = Metrics(self.name)

@@ -32,7 +32,6 @@ class ToolFormat(NamedTuple):
     name and arguments, until `end`. `between` parts two calls, `after` may follow the last one.
     """
 
-    name: str
     opening: str
     key: str
     begin: str
@@ -46,7 +45,6 @@ class ToolFormat(NamedTuple):
 # Single lexemes as in JSON: longer ones would exclude JSON that begins in the same way.
 NAME = r'"{" "\"name\"" ":"'
 HERMES = ToolFormat(  # Qwen2.5, Qwen3
-    "hermes",
     "<tool_call>",
     "arguments",
     begin=rf'"<tool_call>\n" {NAME}',
@@ -57,7 +55,6 @@ HERMES = ToolFormat(  # Qwen2.5, Qwen3
     after="TEXT?",
 )
 LLAMA3 = ToolFormat(  # Llama 3.1 to 3.3
-    "llama3",
     "{",
     "parameters",
     begin=NAME,

@@ -91,7 +91,9 @@ class Conversations:
         options = self._options
         temperature = options.temperatures[number % len(options.temperatures)]
         if options.prompts is None:
-            first = yield self._first_request(number)
+            # Seeds of their own: else an answer's draws would repeat those of its instruction.
+            drawn = self._params(INSTRUCTION_TEMPERATURE, number, -1)
+            first = yield Request(self._few_shot(number), drawn, INSTRUCTION_TOKENS)
             if first is None or first.is_cut or not first.text.strip():
                 return Dialogue([], "instruction without an end")
             turns: Sequence[str] = [first.text.strip()]
@@ -117,12 +119,6 @@ class Conversations:
             answers.append((reply, params))
             messages.append({"role": "assistant", "content": reply.text})
         return Dialogue(answers)
-
-    def _first_request(self, number: int) -> Request:
-        """Return the request that asks the model for an instruction."""
-        # Seeds of their own: else the draws of an answer would repeat those of its instruction.
-        params = self._params(INSTRUCTION_TEMPERATURE, number, -1)
-        return Request(self._few_shot(number), params, INSTRUCTION_TOKENS)
 
     def _few_shot(self, number: int) -> tuple[Message, ...]:
         """Return a conversation in which some seeds were written; empty without seeds."""

@@ -95,7 +95,7 @@ def test_reading_calls_back(text, form, left, calls):
 
 
 @pytest.mark.parametrize("step", [1, 3, 7, 1000])
-@pytest.mark.parametrize("form", [HERMES, LLAMA3], ids=lambda form: form.name)
+@pytest.mark.parametrize("form", [HERMES, LLAMA3], ids=["hermes", "llama3"])
 def test_a_stream_shows_text_and_never_a_part_of_a_call(form, step):
     call = CALL if form is HERMES else '{"name": "weather", "parameters": {"city": "Rome"}}'
     texts = ["plain < text", call, "[{"] + (["a <b> " + call] if form is HERMES else [])

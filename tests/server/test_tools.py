@@ -109,7 +109,7 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("form", [HERMES, LLAMA3], ids=lambda form: form.name)
+@pytest.mark.parametrize("form", [HERMES, LLAMA3], ids=["hermes", "llama3"])
 @pytest.mark.parametrize("mode", MODES)
 def test_what_an_answer_with_tools_may_be(live, form, mode):
     """Arguments obey the tool's own schema, whose pointers lead into it; `stop` takes none."""
