@@ -16,7 +16,8 @@ class CudaGraphs:
     """CUDA graphs that share one memory pool and are captured on one stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = torch.device("cuda", _index(device))
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._device = torch.device("cuda", index)
         # One stream for all captures: the allocator stores blocks per stream, cuBLAS a workspace.
         self._side = torch.cuda.Stream(self._device)
         self._pool: Any = None
@@ -86,11 +87,6 @@ class CudaGraphs:
             end.record()
         end.synchronize()
         return begin.elapsed_time(end)
-
-
-def _index(device: torch.device) -> int:
-    """Return the index of the device, or of the current device if it has none."""
-    return torch.cuda.current_device() if device.index is None else device.index
 
 
 class PinnedPlace:

@@ -88,12 +88,9 @@ def parse_scheme(name: str, config: ModelConfig, head_bits: int = 8) -> Scheme:
     Raises `FasteagleError` for unknown names, and for groups that do not divide the inputs of a
     linear.
     """
-    check_scheme_name(name)
     if name == "int4":
         return int4_for(config, head_bits)
-    match = _PATTERN.fullmatch(name)
-    assert match is not None, "the name has been checked"
-    bits, group = int(match["bits"]), int(match["group"] or 0)
+    bits, group, method = parts_of_name(name)
     widths = linear_inputs(config)
     if group and not _divides(group, widths):
         fitting = ", ".join(f"g{g}" for g in GROUP_SIZES if _divides(g, widths)) or "int8"
@@ -101,20 +98,18 @@ def parse_scheme(name: str, config: ModelConfig, head_bits: int = 8) -> Scheme:
             f"quantization {name!r}: groups of {group} do not divide the inputs of this model's "
             f"linears ({', '.join(map(str, widths))}): use {fitting}"
         )
-    return Scheme(bits, group, match["method"] or "minmax", head_bits)
+    return Scheme(bits, group, method, head_bits)
 
 
 def check_precision(name: str) -> None:
     """Raise `FasteagleError` for a precision that no model can have."""
     quant = RuntimeOptions().at(name).quant
-    if quant is not None:
-        check_scheme_name(quant)
+    if quant not in (None, "int4"):
+        parts_of_name(quant)
 
 
-def check_scheme_name(name: str) -> None:
-    """Raise `FasteagleError` for a name that no model's scheme can have."""
-    if name == "int4":
-        return
+def parts_of_name(name: str) -> tuple[int, int, str]:
+    """Return bits, group size and method of a scheme's name but "int4"; raise `FasteagleError`."""
     match = _PATTERN.fullmatch(name)
     if match is None:
         raise FasteagleError(f"quantization {shown(name)} is unknown: use for example {EXAMPLES}")
@@ -136,6 +131,7 @@ def check_scheme_name(name: str) -> None:
         raise FasteagleError(
             f"quantization {name!r}: group size {group} has no kernel: use {sizes}"
         )
+    return bits, group, method
 
 
 def int4_for(config: ModelConfig, head_bits: int = 8) -> Scheme:
