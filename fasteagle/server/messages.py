@@ -81,6 +81,8 @@ def _template_message(number: int, message: ChatMessage) -> dict[str, Any]:
     content = message.content
     if isinstance(content, list):
         content = "".join(part.text for part in content)
+    if message.refusal is not None:
+        content = (content or "") + message.refusal
     if content is None and message.role not in ("assistant", "tool"):
         raise BadParameterError(f"messages.{number}.content", "is missing")
     role = "system" if message.role == "developer" else message.role

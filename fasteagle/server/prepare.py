@@ -95,7 +95,7 @@ class Planner:
             raise BadParameterError("max_tokens", "give it or max_completion_tokens, not both")
         given = body.max_completion_tokens
         limit = body.max_tokens if given is None else given
-        if body.top_logprobs is not None and not body.logprobs:
+        if body.top_logprobs and not body.logprobs:
             raise BadParameterError("top_logprobs", "needs logprobs true")
         text = self.render(body.messages, tools if tools_form else [], self._think(body))
         self._check_length(text, "messages")

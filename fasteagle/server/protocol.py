@@ -14,8 +14,10 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     FailFast,
     Field,
+    Tag,
     field_validator,
     model_validator,
 )
@@ -149,6 +151,25 @@ class TextPart(Strict):
     cache_control: dict[str, Any] | None = Ignored
 
 
+class RefusalPart(Strict):
+    """Part of an answer in which a model of OpenAI declines; templates get it as text."""
+
+    type: Literal["refusal"]
+    text: str = Field(alias="refusal")
+
+
+def _kind_of_part(part: Any) -> str:
+    """Return the class by which a part is judged: what is no refusal has to be text."""
+    is_refusal = isinstance(part, dict) and part.get("type") == "refusal"
+    return "RefusalPart" if is_refusal else "TextPart"
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("TextPart")] | Annotated[RefusalPart, Tag("RefusalPart")],
+    Discriminator(_kind_of_part),
+]
+
+
 class FunctionCall(Strict):
     name: str
     arguments: str = "{}"
@@ -163,9 +184,9 @@ class ToolCall(Strict):
 
 class ChatMessage(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Many[TextPart] | None = None
+    content: str | Many[Part] | None = None
     reasoning_content: str | None = None
-    refusal: None = None
+    refusal: str | None = None
     tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
     name: str | None = Ignored

@@ -20,6 +20,26 @@ def test_a_conversation_keeps_its_own_system_prompt(plan, role):
     assert "Rhyme." in text and "Be brief." not in text
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"content": [{"type": "refusal", "refusal": "I cannot."}]},
+        {"content": [{"type": "text", "text": "I "}, {"type": "refusal", "refusal": "cannot."}]},
+        {"content": None, "refusal": "I cannot."},
+        {"content": "I ", "refusal": "cannot."},
+    ],
+    ids=str,
+)
+def test_refusals_of_other_models_are_text(plan, answer):
+    """Clients that change from one provider to another send what they have got."""
+    plain = {"role": "assistant", "content": "I cannot."}
+    wanted, text = (
+        plan(messages=[*HELLO, message, *HELLO]).text
+        for message in (plain, {"role": "assistant", **answer})
+    )
+    assert text == wanted
+
+
 @pytest.mark.parametrize(("stop", "expected"), [(None, ("x",)), ([], ()), ("y", ("y",))])
 def test_stop_strings_of_a_request_replace_those_of_the_server(plan, stop, expected):
     defaults = Defaults(answer=AnswerOptions(16, ("x",)))
@@ -62,6 +82,11 @@ def test_the_largest_values_are_let_in(plan):
     bias = {"5": 100, "6": -100}
     wanted = plan(stop=["a" * 1000, *"bcdefghijklmnop"], logit_bias=bias).answers[0]
     assert len(wanted.answer.stop) == 16 and wanted.bias == {5: 100, 6: -100}
+
+
+@pytest.mark.parametrize("logprobs", [False, None])
+def test_no_alternatives_of_no_logprobs_are_none(plan, logprobs):
+    assert plan(logprobs=logprobs, top_logprobs=0).answers[0].n_top is None
 
 
 def test_a_context_that_is_full_cuts_the_answer(live):
