@@ -55,9 +55,10 @@ def text_of(path: Path) -> str:
 
 
 def parse_shallow_json(text: str) -> Any:
-    """Parse JSON of a client; raise ValueError for more than `MOST_NESTED` levels, too."""
+    """Parse JSON of a client; raise ValueError for more than `MOST_NESTED` levels, and for NaN."""
     value = parse_json(text)
     check_nesting(value)
+    json.dumps(value, allow_nan=False)  # Python reads NaN and 1e999, which no other reader takes
     return value
 
 

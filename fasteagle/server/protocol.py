@@ -214,6 +214,12 @@ class Function(Strict):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
+    @field_validator("parameters")
+    @classmethod
+    def _finite(cls, schema: dict[str, Any] | None) -> dict[str, Any] | None:
+        json.dumps(schema, allow_nan=False)  # grammars would take NaN for null
+        return schema
+
 
 class Tool(Strict):
     type: Literal["function"]

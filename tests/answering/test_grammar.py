@@ -285,6 +285,8 @@ def test_forms_of_special_tokens_are_refused(spec):
         (("json_schema", '{"type": "nonsense"}'), "json_schema: "),
         (("json_schema", "{"), "json_schema is not JSON"),
         (("json_schema", "3"), "must be a JSON object"),
+        (("json_schema", '{"const": NaN}'), "json_schema is not JSON"),
+        (("json_schema", '{"const": 1e999}'), "json_schema is not JSON"),
         (("regex", ""), "regex is empty"),
         (("xml", "a"), "kind 'xml' is unknown"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import pydantic
 import pytest
@@ -30,6 +31,13 @@ def test_a_call_without_arguments_has_none(plan, arguments):
     answer = {"role": "assistant", "content": None, "tool_calls": [call]}
     text = plan(messages=[HELLO, answer]).text
     assert '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>' in text
+
+
+def test_numbers_that_json_has_not_are_in_no_schema(plan):
+    """The grammar took them for null, without a word."""
+    function = {**WEATHER["function"], "parameters": {"const": math.nan}}
+    with pytest.raises(pydantic.ValidationError, match="not JSON compliant"):
+        plan(tools=[{**WEATHER, "function": function}])
 
 
 def test_a_thought_before_a_call_goes_back_to_the_model(plan):
