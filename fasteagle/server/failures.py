@@ -30,7 +30,7 @@ def add_errors(app: FastAPI) -> None:
         placed = [(_place(problem, error.body), problem) for problem in error.errors()]
         # Of a value of several kinds, the kind that it comes nearest to tells what is wrong.
         place, problem = max(placed, key=lambda pair: len(pair[0]))
-        param = ".".join(place) or None
+        param = cut(".".join(place), LONGEST_SHOWN) if place else None
         if problem["type"] == "extra_forbidden":
             return answer(400, f"unknown parameter {param!r}", param=param)
         if problem["type"] == "json_invalid":

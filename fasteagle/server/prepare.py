@@ -301,7 +301,9 @@ class Planner:
             name = body.tool_choice.function.name
             tools = [tool for tool in tools if tool["function"]["name"] == name]
             if not tools:
-                raise BadParameterError("tool_choice", f"there is no tool {name!r} among tools")
+                raise BadParameterError(
+                    "tool_choice", f"there is no tool {shown(name)} among tools"
+                )
             most = 1
         return answer_grammar(form, tools, must_call=True, most_calls=most), False
 

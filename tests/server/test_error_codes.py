@@ -11,6 +11,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 LONG = [{"role": "user", "content": "x" * 3000}]
 HUGE = [{"role": "user", "content": "x" * 10**6}]
 MANY = HELLO * 2049
+CUT = "x" * 100 + " ..."
 
 
 @pytest.mark.parametrize(
@@ -24,6 +25,8 @@ MANY = HELLO * 2049
         ("/v1/chat/completions", {"messages": MANY}, "messages", "context_length_exceeded"),
         ("/v1/chat/completions", {"messages": [{"role": "system"}]}, "messages.0.content", None),
         ("/v1/completions", {"prompt": ""}, "prompt", None),
+        ("/v1/chat/completions", {"x" * 10**6: 1}, CUT, None),
+        ("/v1/chat/completions", {"": 1}, "", None),
         ("/v1/completions", {"prompt": "a", "model": "gpt-5"}, None, "model_not_found"),
         ("/v1/completions", {"prompt": "a", "model": "x" * 10**6}, None, "model_not_found"),
     ],

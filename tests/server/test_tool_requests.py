@@ -9,6 +9,7 @@ import pydantic
 import pytest
 from live_server import QWEN, SHORT, WEATHER
 
+from fasteagle.errors import FasteagleError
 from fasteagle.server.protocol import MOST_TOOLS, ChatRequest
 
 (HELLO,) = SHORT["messages"]
@@ -31,6 +32,12 @@ def test_a_call_without_arguments_has_none(plan, arguments):
     answer = {"role": "assistant", "content": None, "tool_calls": [call]}
     text = plan(messages=[HELLO, answer]).text
     assert '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>' in text
+
+
+def test_a_tool_that_is_not_there_is_named_in_short(plan):
+    with pytest.raises(FasteagleError, match="there is no tool 'xxx") as caught:
+        plan(tools=[WEATHER], tool_choice=named("x" * 10**6))
+    assert len(str(caught.value)) < 200
 
 
 def test_numbers_that_json_has_not_are_in_no_schema(plan):
