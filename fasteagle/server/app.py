@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,7 +24,7 @@ from fasteagle.llm import LLM
 from fasteagle.options import Defaults, ServeOptions
 from fasteagle.server.bodies import FEWEST_VALUES, SHORT_BYTES, body_route
 from fasteagle.server.failures import MISTAKE, add_errors
-from fasteagle.server.guard import Guard, error_body, plain_origins
+from fasteagle.server.guard import Guard, error_body, page_headers, plain_origins
 from fasteagle.server.job import CancelledError, Group, Job, TimedOutError, groups
 from fasteagle.server.log import AccessLog, complain
 from fasteagle.server.metrics import Metrics
@@ -339,11 +337,13 @@ def _add_answers(app: FastAPI, server: Server) -> None:
 def _add_rest(app: FastAPI, server: Server) -> None:
     """Add the endpoints answered at once: on the event loop, so that no thread has to be free."""
 
+    @app.head("/v1/models", include_in_schema=False)
     @app.get("/v1/models")
     async def models() -> Json:
         """List the one model that is served."""
         return {"object": "list", "data": [_model(server)]}
 
+    @app.head("/v1/models/{name:path}", include_in_schema=False)
     @app.get("/v1/models/{name:path}", responses={404: ERRORS[404]})
     async def model(name: str) -> Json:
         """Return the model, if it is the one that is served."""
@@ -356,6 +356,7 @@ def _add_rest(app: FastAPI, server: Server) -> None:
         """Report that the server is up, and the model that it serves."""
         return {"status": "ok", "model": server.name}
 
+    @app.head("/metrics", include_in_schema=False)
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
         """Return numbers for Prometheus."""
@@ -367,26 +368,6 @@ def _add_rest(app: FastAPI, server: Server) -> None:
     @app.api_route("/", methods=["GET", "HEAD"], response_class=Response, include_in_schema=False)
     async def page() -> Response:
         return Response(content, media_type="text/html", headers=headers)
-
-
-def page_headers(content: bytes) -> dict[str, str]:
-    """Return headers that let the page's own style and script run, and no others."""
-    sources = {}
-    for tag in (b"style", b"script"):
-        own = content.partition(b"<%s>" % tag)[2].partition(b"</%s>" % tag)[0]
-        digest = base64.b64encode(hashlib.sha256(own).digest()).decode()
-        sources[tag] = f"'sha256-{digest}'"
-    policy = (
-        f"default-src 'none'; style-src {sources[b'style']}; script-src {sources[b'script']}; "
-        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
-        "frame-ancestors 'none'"
-    )
-    return {
-        "content-security-policy": policy,
-        "x-content-type-options": "nosniff",
-        "referrer-policy": "no-referrer",
-        "cache-control": "no-cache",
-    }
 
 
 def _model(server: Server) -> Json:
