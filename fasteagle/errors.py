@@ -142,6 +142,12 @@ def cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:most]} ..."
 
 
+def counted(count: float, noun: str) -> str:
+    """Return a number with its noun, in the plural for all but 1."""
+    number = f"{count:,}" if isinstance(count, int) else f"{count:g}"
+    return f"{number} {noun}" if count == 1 else f"{number} {noun}s"
+
+
 def shortened(problems: list[str], limit: int = 6) -> str:
     """Return the first `limit` problems, sorted, and the number of the others."""
     more = f"; and {len(problems) - limit} more" if len(problems) > limit else ""

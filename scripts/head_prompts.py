@@ -25,6 +25,7 @@ import click
 from fasteagle.cli.command import Script
 from fasteagle.cli.options import FILE
 from fasteagle.config_fields import parse_json
+from fasteagle.errors import counted
 from fasteagle.paths import require_writable
 from fasteagle.prompts import expecting, json_lines
 
@@ -157,7 +158,7 @@ def main(seeds: Path | None, count: int, seed: int, out: Path) -> None:
         turns = maker.turns()
         conversations.setdefault(turns[0], turns)
     out.write_text("".join(json.dumps({"turns": turns}) + "\n" for turns in conversations.values()))
-    click.echo(f"{len(conversations):,} conversations in {out}", err=True)
+    click.echo(f"{counted(len(conversations), 'conversation')} in {out}", err=True)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import click
 
 from fasteagle.cli.command import Script
 from fasteagle.cli.options import FILE
-from fasteagle.errors import FasteagleError
+from fasteagle.errors import FasteagleError, counted
 from fasteagle.loading.open import open_model
 from fasteagle.loading.tokenizer import ChatTokenizer
 from fasteagle.options import RuntimeOptions
@@ -103,7 +103,8 @@ def main(model: str, n_tokens: int, count: int, out: Path) -> None:
     texts = list(islice(questions(Documents(tokenizer, n_tokens)), count))
     out.write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in texts), "utf-8")
     lengths = [len(tokenizer.encode(text)) for text in texts]
-    click.echo(f"{len(texts)} questions of {min(lengths):,} to {max(lengths):,} tokens", err=True)
+    what = counted(len(texts), "question")
+    click.echo(f"{what} of {min(lengths):,} to {max(lengths):,} tokens", err=True)
 
 
 if __name__ == "__main__":

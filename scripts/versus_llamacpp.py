@@ -27,7 +27,7 @@ from fasteagle.cli.command import Script
 from fasteagle.cli.options import FILE, comma_list
 from fasteagle.decoding.context import common_prefix
 from fasteagle.device import device_name
-from fasteagle.errors import FasteagleError, note
+from fasteagle.errors import FasteagleError, counted, note
 from fasteagle.loading.gguf import GGUFFile
 from fasteagle.loading.open import open_model
 from fasteagle.options import DEFAULT_MODEL, RuntimeOptions
@@ -159,8 +159,9 @@ def _print(rows: list[Row], data: Path | None, max_new_tokens: int) -> None:
         lines.append((row.name, row.precision, *speed, f"{row.tau:.2f}", f"{ttft:.3f}"))
     print_table(("row", "precision", "tok/s", "x llama.cpp", "tau", "TTFT s"), lines)
     note(
-        f"{len(rows[0].turns)} turns of {data or 'our prompts'}, at most {max_new_tokens} tokens, "
-        f"greedy; {device_name(torch.device('cpu'))}, {torch.get_num_threads()} threads"
+        f"{counted(len(rows[0].turns), 'turn')} of {data or 'our prompts'}, at most "
+        f"{counted(max_new_tokens, 'token')}, "
+        f"greedy; {device_name(torch.device('cpu'))}, {counted(torch.get_num_threads(), 'thread')}"
     )
 
 

@@ -16,6 +16,7 @@ import torch
 
 from fasteagle.bench.roofline import device_reported_as
 from fasteagle.device import available_bytes
+from fasteagle.errors import counted
 
 READ_BYTES = 2**28  # far more than a last-level cache holds
 COPY_BYTES = 2**30
@@ -36,7 +37,8 @@ def memory_bandwidth(device: torch.device, name: str) -> Bandwidth:
     """Return the bandwidth: measured by reading on a CPU; on CUDA the data sheet's, or a copy's."""
     if device.type == "cpu":
         read = read_bandwidth()
-        return Bandwidth(read, f"measured, reading with {torch.get_num_threads()} threads", read)
+        threads = counted(torch.get_num_threads(), "thread")
+        return Bandwidth(read, f"measured, reading with {threads}", read)
     copied = copy_bandwidth(device)
     sheet = device_reported_as(name)
     if sheet is None:

@@ -20,6 +20,7 @@ from fasteagle.bench.measure import memory_bandwidth
 from fasteagle.bench.options import BenchOptions
 from fasteagle.bench.rows import Row, percentile
 from fasteagle.device import accumulate_on, device_name, pick_device
+from fasteagle.errors import counted
 from fasteagle.options import RuntimeOptions
 from fasteagle.shapes import shape_of
 from fasteagle.tables import print_table
@@ -196,12 +197,13 @@ def conditions(report: dict[str, Any]) -> str:
     meta = report["meta"]
     first = report["rows"][0]
     text = (
-        f"{meta['model']}, {first['turns']} turns of {meta['data']}, at most "
-        f"{meta['max_new_tokens']} new tokens, T={meta['temperature']:g}; {meta['device']}, "
-        f"{meta['threads']} threads; torch {meta['torch']}, transformers {meta['transformers']}, "
-        f"fasteagle {meta['commit'] or meta['fasteagle']}; MBU of {meta['bandwidth']['gb_s']:.1f} "
-        f"GB/s ({meta['bandwidth']['source']}); accepted by depth: share of passes that accepted "
-        f"at least 1, 2, 3 drafted tokens; tree: depth, top-k, nodes"
+        f"{meta['model']}, {counted(first['turns'], 'turn')} of {meta['data']}, at most "
+        f"{counted(meta['max_new_tokens'], 'new token')}, T={meta['temperature']:g}; "
+        f"{meta['device']}, {counted(meta['threads'], 'thread')}; torch {meta['torch']}, "
+        f"transformers {meta['transformers']}, fasteagle {meta['commit'] or meta['fasteagle']}; "
+        f"MBU of {meta['bandwidth']['gb_s']:.1f} GB/s ({meta['bandwidth']['source']}); "
+        "accepted by depth: share of passes that accepted at least 1, 2, 3 drafted tokens; "
+        "tree: depth, top-k, nodes"
     )
     simulated = [row for row in report["rows"] if row["simulated"]]
     if not simulated:

@@ -14,7 +14,7 @@ from fasteagle.cli.session import ChatSession, Piece, format_stats
 from fasteagle.config_fields import parse_json_file
 from fasteagle.drafting.draft_model import ModelDrafter
 from fasteagle.drafting.eagle import EagleDrafter
-from fasteagle.errors import FasteagleError, note, reason_of, shown, suggest, within
+from fasteagle.errors import FasteagleError, counted, note, reason_of, shown, suggest, within
 from fasteagle.options import AnswerOptions, SamplingParams
 from fasteagle.paths import state_dir, write_atomic
 
@@ -170,7 +170,8 @@ class Repl:
         elif text:
             self._resize(text)
         drafter = self.engine.drafter
-        print(f"{drafter.name}, {drafter.shape.nodes} nodes" if drafter else "no speculation")
+        size = counted(drafter.shape.nodes, "node") if drafter else ""
+        print(f"{drafter.name}, {size}" if drafter else "no speculation")
 
     def _resize(self, number: str) -> None:
         """Draft so many tokens a pass from now on."""
@@ -248,7 +249,7 @@ class Repl:
             write_atomic(path, json.dumps(content, ensure_ascii=False, indent=1).encode())
         except OSError as error:
             raise FasteagleError(f"cannot write {path}: {error.strerror}") from error
-        print(f"saved {len(self.session.turns)} messages to {path}")
+        print(f"saved {counted(len(self.session.turns), 'message')} to {path}")
 
     def _load(self, name: str) -> None:
         path = _file_argument(name, "/load")
@@ -278,7 +279,7 @@ class Repl:
         session.params, session.answer = params, answer
         # A conversation goes on with another model too, one without the switch included.
         session.think = think if session.llm.tokenizer.has_thinking_switch else None
-        print(f"loaded {len(turns)} messages from {path}")
+        print(f"loaded {counted(len(turns), 'message')} from {path}")
 
 
 def _object(name: str, value: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from fasteagle.answering.known_texts import Prompt
 from fasteagle.answering.stream import ThoughtSplitter, opened_thought
 from fasteagle.decoding.stats import Stats
-from fasteagle.errors import FasteagleError
+from fasteagle.errors import FasteagleError, counted
 from fasteagle.llm import LLM
 from fasteagle.loading.tokenizer import Message
 from fasteagle.options import AnswerOptions, GrammarSpec, SamplingParams
@@ -113,7 +113,7 @@ class ChatSession:
             )
         elif self.stats.finish == "length" and in_thought:
             self.notify(
-                f"[{self.answer.max_new_tokens:,} tokens ended inside the thought: "
+                f"[{counted(self.answer.max_new_tokens, 'token')} ended inside the thought: "
                 "raise max-new-tokens]"
             )
 

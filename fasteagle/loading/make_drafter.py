@@ -24,7 +24,7 @@ from fasteagle.drafting.ngram import NGRAM_TOKENS, NgramDrafter
 from fasteagle.drafting.policy import MAX_CHAIN, REACH
 from fasteagle.drafting.static_tree import StaticTreeDrafter, check_no_gaps, check_paths
 from fasteagle.drafting.thresholds import LONGEST
-from fasteagle.errors import FasteagleError, within
+from fasteagle.errors import FasteagleError, counted, within
 from fasteagle.generate import Engine
 from fasteagle.loading.entries import REGISTRY
 from fasteagle.loading.heads.find import (
@@ -188,7 +188,7 @@ class Drafting:
         target.model.requires_grad_(False)
         shape = self.options.tree_shape(quantized_on_cpu=False)
         assert isinstance(shape, TreeShape), "only a fused drafter has another shape"
-        notify(f"draft model {prepared}, {shape.nodes} nodes")
+        notify(f"draft model {prepared}, {counted(shape.nodes, 'node')}")
         vocab_size = engine.model.config.vocab_size
         return ModelDrafter(target, shape, engine.max_seq_len, vocab_size, self.options.noise)
 
@@ -198,7 +198,9 @@ class Drafting:
         options, corpus = self.options, None
         if self.documents:
             corpus = Corpus(self.documents, engine.device, engine.model.config.vocab_size)
-            notify(f"lookup: {len(corpus):,} tokens of files, {corpus.n_bytes / 1e6:.1f} MB")
+            notify(
+                f"lookup: {counted(len(corpus), 'token')} of files, {corpus.n_bytes / 1e6:.1f} MB"
+            )
         if options.drafter == "ngram":
             return _ngram(engine, checkpoint, options, corpus)
         identity = fingerprint(checkpoint)
@@ -256,7 +258,7 @@ def _eagle(
         searches = corpus is not None and drafter.lookup is not None
         path = _costs_path(drafter, searches, engine, checkpoint, identity, loaded.digest)
         drafter.tuning = Tuning(path, ranks_of(loaded.header), loaded.digest, searches)
-    size = f"chains of {drafter.shape}" if is_chain else f"{drafter.shape.nodes} nodes"
+    size = f"chains of {drafter.shape}" if is_chain else counted(drafter.shape.nodes, "node")
     notify(f"draft head {loaded.origin}: {drafter.name}, {size}")
     return drafter
 

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from fasteagle.answering.answer import Chunk
 from fasteagle.answering.answer_logits import AnswerRequest
 from fasteagle.decoding.stats import Stats
+from fasteagle.errors import counted
 
 # Chunks of one answer reach the event loop together, after so long at most. A pass of a small model
 # takes less, and waking the loop for each would take the cores from the next passes.
@@ -20,7 +21,7 @@ class TimedOutError(Exception):
     """Error of a request whose time is over."""
 
     def __init__(self, seconds: float) -> None:
-        super().__init__(f"no complete answer within {seconds:g} seconds")
+        super().__init__(f"no complete answer within {counted(seconds, 'second')}")
 
 
 class CancelledError(Exception):

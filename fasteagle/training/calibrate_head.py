@@ -20,7 +20,7 @@ import torch
 
 from fasteagle.compile.blocks import compile_now
 from fasteagle.device import short_of_memory, unless_short
-from fasteagle.errors import FasteagleError, note
+from fasteagle.errors import FasteagleError, counted, note
 from fasteagle.loading.heads.find import LoadedHead, find_head, named_head, own_layer
 from fasteagle.loading.heads.read import with_vocabulary
 from fasteagle.loading.heads.write import save_head
@@ -67,7 +67,7 @@ def calibrate_head(model: str, runtime: RuntimeOptions, options: CalibrateOption
     scheme = prepared.scheme
     assert scheme is not None, "named above"
     is_timed = options.data is None or options.steps is None
-    minutes = f": about {options.minutes:g} minutes" if is_timed else ""
+    minutes = f": about {counted(options.minutes, 'minute')}" if is_timed else ""
     note(f"calibrating the draft head ({head.origin}) to {prepared.name} at {scheme.name}{minutes}")
     # "." and ".." have no name.
     out = Path(os.path.abspath(options.out or cache_dir() / "heads" / identity))
@@ -177,7 +177,7 @@ def _text(target: Runtime, options: CalibrateOptions, work: Work) -> list[Conver
 def _require_enough(conversations: Sequence[Conversation]) -> None:
     if len(conversations) < MIN_CONVERSATIONS:
         raise FasteagleError(
-            f"{len(conversations)} conversations are too few to calibrate on: give "
+            f"{counted(len(conversations), 'conversation')}, too few to calibrate on: give "
             f"{MIN_CONVERSATIONS} or more"
         )
 

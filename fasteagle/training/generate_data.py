@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from fasteagle.errors import FasteagleError, note
+from fasteagle.errors import FasteagleError, counted, note
 from fasteagle.loading.open import PreparedModel, Runtime, open_model
 from fasteagle.loading.tensors import Checkpoint, fingerprint
 from fasteagle.options import RuntimeOptions
@@ -170,8 +170,9 @@ class _Run:
         rate = (data.tokens - self._tokens_before) / (self._reported - self._begun)
         reasons = f" ({self._reasons()})" if self._dropped else ""
         note(
-            f"{data.conversations:,} conversations | {data.tokens:,} tokens of answers | "
-            f"{rate:,.0f} tok/s | dropped {self._dropped.total():,}{reasons}"
+            f"{counted(data.conversations, 'conversation')} | "
+            f"{counted(data.tokens, 'token')} of answers | {rate:,.0f} tok/s | "
+            f"dropped {self._dropped.total():,}{reasons}"
         )
 
     def _reasons(self) -> str:

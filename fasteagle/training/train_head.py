@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fasteagle.compile.blocks import compile_now
 from fasteagle.config import ModelConfig
-from fasteagle.errors import FasteagleError, note
+from fasteagle.errors import FasteagleError, counted, note
 from fasteagle.loading.heads.read import load_head, with_vocabulary
 from fasteagle.loading.heads.write import save_head
 from fasteagle.loading.open import OpenedModel, Runtime, open_model
@@ -152,7 +152,7 @@ def _data(
 def _require_enough(conversations: list[Conversation], held_out: int) -> None:
     if len(conversations) <= held_out:
         raise FasteagleError(
-            f"{len(conversations)} conversations are too few to hold {held_out} out: "
+            f"{counted(len(conversations), 'conversation')}, too few to hold {held_out} out: "
             "give more text, or a smaller --held-out"
         )
 

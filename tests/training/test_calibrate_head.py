@@ -200,10 +200,10 @@ def test_by_default_for_the_weights_that_chat_runs(text, tmp_path, monkeypatch, 
     """Those of the file where it is quantized, else int4."""
     monkeypatch.setattr(calibrate_head, "_text", raising(FasteagleError("seen")))
     folder, head = written(tmp_path)
-    for own, scheme in ((None, "int4-g64-hqq"), ("int8", "int8")):
+    for own, scheme, time in ((None, "int4-g64-hqq", "2 minutes"), ("int8", "int8", "1 minute")):
         monkeypatch.setattr(OpenedModel, "own_quant", own)
-        done = invoke("calibrate-head", "--model", folder, "--head", head, "--minutes", 2)
-        assert f"at {scheme}: about 2 minutes\n" in done.stderr, done.stderr
+        done = invoke("calibrate-head", "--model", folder, "--head", head, "--minutes", time[0])
+        assert f"at {scheme}: about {time}\n" in done.stderr, done.stderr
 
 
 def test_memory_that_runs_out_is_told_in_a_line(text, tmp_path, monkeypatch, no_compiler):
