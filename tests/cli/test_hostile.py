@@ -233,7 +233,7 @@ def test_refused_before_anything_is_loaded(
     assert done.stderr.startswith("Error: ") and message in done.stderr and len(done.stderr) < 400
 
 
-def test_a_form_without_its_library(monkeypatch):
+def test_a_form_without_its_library(tiny_dir, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    done = invoke("chat", "-p", "x", "--regex", "a")
+    done = invoke("chat", "--model", tiny_dir, "-p", "x", "--regex", "a")
     assert done.exit_code == 2 and "pip install 'fasteagle[serve]'" in done.stderr
