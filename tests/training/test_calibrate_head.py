@@ -174,6 +174,7 @@ def test_a_new_vocabulary_keeps_the_rows_that_it_can():
 
 def test_without_time_the_least_is_done_on_text_of_its_own(tmp_path, monkeypatch, no_compiler):
     monkeypatch.setattr(calibrate_head, "ANSWER_TOKENS", 16)
+    monkeypatch.setattr(calibrate_head, "FEWEST_STEPS", 4)
     texts = []
 
     def read(path, *more):
