@@ -148,11 +148,11 @@ def test_heads_are_trained_on_text_written_now(run, tiny_dir, tmp_path):
         tmp_path / "prompts.jsonl", *([f"Ask {i}.", "More."] for i in range(9))
     )
     recipes = {
-        "one": {"seconds": 0.5, "options": {"draft_vocab_size": 40, **SMALL}},
-        "three": {"seconds": 0.5, "options": {**EAGLE3, "tap_layers": [0]}},
-        "other": {"seconds": 0.5, "options": {**EAGLE3, "tap_layers": [1]}},
+        "one": {"seconds": 0.1, "options": {"draft_vocab_size": 40, **SMALL}},
+        "three": {"seconds": 0.1, "options": {**EAGLE3, "tap_layers": [0]}},
+        "other": {"seconds": 0.1, "options": {**EAGLE3, "tap_layers": [1]}},
     }
-    more = ["--prompts", prompts, "--slots", 4, "--answer-tokens", 20, "--write-seconds", 2]
+    more = ["--prompts", prompts, "--slots", 4, "--answer-tokens", 20, "--write-seconds", 0.2]
     done = run(recipes, *more)
     assert done.exit_code == 0, done.output
     assert done.stderr.count("features of") == 3  # those of other layers are computed anew
@@ -165,7 +165,7 @@ def test_heads_are_trained_on_text_written_now(run, tiny_dir, tmp_path):
         assert record["header"]["steps"] == record["options"]["steps"]
         assert record["header"]["steps"] == record["history"][-1]["step"]
     init = str(tmp_path / "out/one")
-    done = run({"again": {"seconds": 0.2, "init": init, "options": SMALL}}, *text_of(tmp_path))
+    done = run({"again": {"seconds": 0.1, "init": init, "options": SMALL}}, *text_of(tmp_path))
     assert done.exit_code == 0, done.output
     before = json.loads((tmp_path / "out/one/training.json").read_text())["header"]
     tau = re.search(r"before: tau ([\d.]+)", done.stderr)
