@@ -6,6 +6,7 @@ A field that is out of range, or that needs arithmetic we do not have, is one li
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ from fasteagle.config import (
 from fasteagle.config_fields import MOST_EXPERTS, MOST_LAYERS, MOST_WIDTH, Fields, most_experts
 from fasteagle.errors import FasteagleError
 
+DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")  # and those of 8 bits
 MIMO = "MiMoForCausalLM"  # Qwen2 with a layer for multi-token prediction
 ERNIES = ERNIE, ERNIE_MOE = "Ernie4_5ForCausalLM", "Ernie4_5_MoeForCausalLM"
 SUPPORTED_ARCHITECTURES = (
@@ -280,6 +282,10 @@ def _refuse_unsupported(fields: Fields) -> None:
     """Raise `FasteagleError` for a field whose value needs arithmetic that we do not implement."""
     if fields.text("hidden_act", "silu") != "silu":
         raise fields.error("hidden_act", '"silu", others are not supported')
+    for key in ("dtype", "torch_dtype"):  # transformers looks it up where it reads the tokenizer
+        name = fields.text(key, "auto").removeprefix("torch.")
+        if name not in DTYPES and not name.startswith("float8_"):
+            raise fields.error(key, " or ".join(json.dumps(known) for known in DTYPES))
     is_mimo = MIMO in fields.texts("architectures")  # it states the biases that Qwen2 has
     for key in ("attention_bias", "mlp_bias", "use_bias", "use_sliding_window"):
         if fields.flag(key) and not (is_mimo and key == "attention_bias"):

@@ -57,6 +57,8 @@ BAD = [
     (CONFIG, {"architectures": None}, "architecture '(none)' is not supported; supported: Llama"),
     (CONFIG, {"architectures": ["PhimoeForCausalLM"]}, "architecture 'Phimoe"),
     (CONFIG, {"hidden_act": "gelu"}, 'hidden_act is "gelu": must be "silu"'),
+    (CONFIG, {"dtype": "float77"}, 'dtype is "float77": must be "auto" or "bfloat16" or "float16"'),
+    (CONFIG, {"torch_dtype": []}, "torch_dtype is []: must be a text"),
     (CONFIG, {"attention_bias": True}, "attention_bias is true: must be false"),
     (CONFIG, {"attention_bias": "no"}, 'attention_bias is "no": must be true or false'),
     (CONFIG, {"tie_word_embeddings": 1}, "tie_word_embeddings is 1: must be true or false"),
