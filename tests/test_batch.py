@@ -24,7 +24,7 @@ from fasteagle.loading.open import open_model
 from fasteagle.loading.source import quantize_head_
 from fasteagle.options import RuntimeOptions, SamplingParams
 from fasteagle.quant.scheme import Scheme
-from fasteagle.shapes import FusedShape, GatedChain
+from fasteagle.shapes import FusedShape, GatedChain, TreeShape
 from helpers import (
     finished,
     fused_drafter,
@@ -34,6 +34,7 @@ from helpers import (
     rest_slow,
     tiny_config,
 )
+from simulated_machine import CARD, policy_of
 
 EOS = frozenset(range(0, 60, 12))
 CONFIGS = {
@@ -206,6 +207,17 @@ def test_each_engine_drafts_as_the_first_one_does_now():
         finished(several)
 
 
+def test_each_engine_follows_the_policy_that_the_first_one_has_now():
+    """Costs may be measured after the others were made."""
+    several = Batch(Engine(random_target(tiny_config()), 128, drafter=NgramDrafter()), 2)
+    for policy in (None, policy_of(CARD, TreeShape(3, 1, 3))):
+        several.engines[0].drafter.policy = policy
+        for key in range(2):
+            begin(several, key, ([9 + key] * 6, SamplingParams(), 3))
+        assert [own.drafter.policy for own in several.engines] == [policy] * 2
+        finished(several)
+
+
 def test_the_time_between_two_steps_is_not_that_of_a_cycle(monkeypatch):
     engine = Engine(random_target(tiny_config()), 128, drafter=NgramDrafter())
     ms = []
@@ -255,9 +267,11 @@ def test_prompts_go_before_answers_that_nobody_waits_for(awaited):
     assert (meanwhile > 0) == awaited
 
 
-def test_prompts_are_computed_in_the_order_in_which_they_came():
+@pytest.mark.parametrize("awaited", [True, False])
+def test_prompts_are_computed_in_the_order_in_which_they_came(awaited):
     several, order = Batch(Engine(random_target(tiny_config()), 128), 3), []
-    several.begin(0, [9], 128, lambda own: own.generate([9], SamplingParams(), 100))
+    start = lambda own: own.generate([9], SamplingParams(), 100)  # noqa: E731
+    several.begin(0, [9], 128, start, awaited=awaited)
     several.step()
     for key in (1, 2):
         begin(several, key, ([9 + key], SamplingParams(), 3))
