@@ -302,3 +302,15 @@ def test_an_end_that_is_none_only_ends_the_call(target):
     first = next(chunks)
     engine.runner.end = End(text[3:4])
     assert flat([first, *chunks]) == text
+
+
+def test_cycles_that_wait_are_run_before_a_single_one(target):
+    """Results come in the order of the launches."""
+    shape = TreeShape(2, 2, 4)
+    engine = engine_of(target, EagleDrafter(head_of(target, "eagle1"), shape, 512))
+    answer = engine.generate([1, 2, 3], PARAMS[0], 9)
+    next(answer)
+    engine.reserve(20, rows=shape.rows, width=8)
+    for own in (None, shape):
+        engine.runner.launch(engine.spec(own, SamplingMode()), engine.drafter)
+    assert [engine.runner.read().drafted for _ in range(2)] == [0, shape.nodes]
