@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from fasteagle.drafting.company import LONGEST_REST, Company, Speed
+from fasteagle.drafting.company import LONGEST_REST, Company, Sharing, Speed
 from fasteagle.drafting.pauses import FEWEST, FIRST_DISTANCE
 from fasteagle.drafting.policy import EVERY, LOOKED_UP_ROW, Average, Outcome
 from fasteagle.shapes import AnyShape, TreeShape
@@ -317,6 +317,16 @@ def test_one_run_of_the_draft_head_for_all_takes_less_than_one_for_each():
     assert company._draft_ms(policy, 4, SIZES[2]) == 4 * alone
     company.drafts_together = True
     assert alone < company._draft_ms(policy, 4, SIZES[2]) < 2 * alone
+
+
+def test_the_rest_of_a_cycle_takes_time_for_each_sequence():
+    """Where sizes were not in use yet, the slower rest makes drafting worth less."""
+    speeds = []
+    for n in (1, 8):
+        for other in (0.1, 1.0):
+            policy = policy_of(dataclasses.replace(CARD, other=other), *SIZES)
+            speeds.append(Company()._speed_of(policy, Sharing(n, policy), SIZES[0]))
+    assert speeds[0] < 1.2 * speeds[1] and speeds[2] > 1.5 * speeds[3]
 
 
 def test_times_of_other_code_are_forgotten():

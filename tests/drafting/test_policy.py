@@ -109,6 +109,14 @@ def test_rows_become_dearer_with_time_that_is_worth_more():
     assert long.lookup_threshold > long.thresholds.verify[0]
 
 
+def test_an_interruption_says_little_about_the_time_of_a_cycle():
+    policy, times = policy_of(SLOW), []
+    for ms in [7.0] * 100 + [7e3]:
+        policy.learn(CHAIN, Outcome(4, 0, 4, True, ms=ms))
+        times.append(policy.expectations()[1][1])
+    assert times[-2] < times[-1] < 1.2 * times[-2]
+
+
 def useless(policy: Policy) -> list[int]:
     """Lengths of the pauses while no token is accepted."""
     lengths, now = [], 0
