@@ -104,7 +104,7 @@ REFUSED = [
     (TRAIN, "--data DIR/text --out /proc/none", "cannot write /proc/none/state.pt"),
     ("calibrate-head", "--precision bf16", "precision bf16 is not quantized, and heads are"),
     (CALIBRATE, "--tokens 6143", "tokens 6,143 are too few for 24 conversations: use 6,144"),
-    (CALIBRATE, "--data DIR/talk", "1 conversations are too few to calibrate on: give 24"),
+    (CALIBRATE, "--data DIR/talk", "1 conversation, too few to calibrate on: give 24"),
     (CALIBRATE, "--data DIR/talk --tokens 7000", "--tokens has no meaning with --data: drop one"),
     (CALIBRATE, "--data DIR/talk --steps 2 --minutes 3", "--minutes has no meaning with --data an"),
     (CALIBRATE, "--draft-vocab 10000", "draft-vocab 10,000 is more than the model's"),

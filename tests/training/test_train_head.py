@@ -240,7 +240,7 @@ def test_runs_that_cannot_go_on_say_so(tiny_dir, text_file, tmp_path, no_compile
     assert (out / "model.safetensors").read_bytes() == before
     more = command(tiny_dir, text_file, tmp_path / "more", "--init", out)
     for wrong, message in (
-        (("--held-out", 30), "30 conversations are too few to hold 30 out"),
+        (("--held-out", 30), "30 conversations, too few to hold 30 out"),
         (("--prompts", tmp_path / "none.jsonl"), "cannot read"),
         (("--draft-vocab-size", 9999), "draft-vocab-size 9,999 is more than the model's"),
         (("--beta1", 1.5), "beta1 1.5 is out of range: use >= 0 and < 1"),
