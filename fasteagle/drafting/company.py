@@ -162,8 +162,7 @@ class Company:
             self._all[n] = Sharing(n, self.policy, self._now.blocks.distance)
             if self._now.gain is not None:  # till it is known better, the head is worth as much
                 self._all[n].gain = Average(self._now.gain.mean())
-        self._now = self._all[n]
-        own = self._now
+        self._now = own = self._all[n]
         for _ in range(passes):
             self._end_pass(self.policy, own, shapes, accepted / passes, ms / passes)
         if self.policy.is_gated:

@@ -193,10 +193,7 @@ def _call(text: str, form: ToolFormat, names: Collection[str]) -> Call | None:
     arguments = value.get(form.key, {} if form is HERMES else None)
     if not isinstance(arguments, dict):
         return None
-    try:
-        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    except ValueError:
-        return None
+    written = json.dumps(arguments, ensure_ascii=False)
     return Call(value["name"], written.encode("utf-8", "replace").decode())
 
 
