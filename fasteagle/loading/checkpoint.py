@@ -26,13 +26,7 @@ from fasteagle.loading.imported import open_quantized
 from fasteagle.loading.memory import smaller_fit
 from fasteagle.loading.names import CHOICE_BIAS, MTP_LAYERS, block_linears, expected_shapes
 from fasteagle.loading.source import Linears
-from fasteagle.loading.tensors import (
-    Checkpoint,
-    SafetensorsFolder,
-    TorchBinFolder,
-    load_floats,
-    read_json,
-)
+from fasteagle.loading.tensors import Checkpoint, WeightsFolder, load_floats, read_json
 from fasteagle.model import KEY_BLOCK, Block, MoE, Transformer
 from fasteagle.paths import require_no_pipe
 from fasteagle.uninitialized import Uninitialized
@@ -89,13 +83,7 @@ def _open_folder(path: Path, raw: dict[str, Any]) -> Checkpoint:
     if raw.get("quantization_config") or (path / "quantize_config.json").exists():
         return open_quantized(path, raw)
     config = from_hf(raw, str(path / "config.json"))
-    if any(path.glob("*.safetensors")):
-        return SafetensorsFolder(path, config)
-    if any(path.glob("pytorch_model*.bin")):
-        return TorchBinFolder(path, config)
-    raise FasteagleError(
-        f"{path}: no *.safetensors and no pytorch_model*.bin in the folder: fetch the weights"
-    )
+    return WeightsFolder(path, config)
 
 
 def check_complete(checkpoint: Checkpoint, source: str) -> None:

@@ -25,22 +25,13 @@ from fasteagle.loading.layouts import (
     gptq_format,
 )
 from fasteagle.loading.names import expected_shapes
-from fasteagle.loading.tensors import Checkpoint, SafetensorsFolder, read_json, rows_for
+from fasteagle.loading.tensors import Checkpoint, WeightsFolder, read_json, rows_for
 from fasteagle.quant import formats
 from fasteagle.quant.formats import Geometry, Imported, refused
 from fasteagle.quant.packed import PackedWeight
 from fasteagle.quant.scheme import Scheme
 
 ROWS_PER_WORD = 8  # 4-bit rows that may share an int32
-
-
-class PartsFolder(SafetensorsFolder):
-    """Safetensors folder that can also read the first rows or columns of a tensor."""
-
-    def first(self, name: str, axis: int, n: int) -> Tensor:
-        file, stored, _ = self._stored[name]
-        part = file.get_slice(stored)
-        return part[:n] if axis == 0 else part[:, :n]
 
 
 class QuantizedFolder(Checkpoint):
@@ -51,7 +42,7 @@ class QuantizedFolder(Checkpoint):
     linears differ in bits or group size, because fused linears need them equal.
     """
 
-    def __init__(self, files: PartsFolder, layout: Layout, declared: frozenset[Kind]) -> None:
+    def __init__(self, files: WeightsFolder, layout: Layout, declared: frozenset[Kind]) -> None:
         """Check `files` by `layout`; `declared` are the kinds of weight in config.json."""
         self.path, self.config = files.path, files.config
         self._files, self._layout, self._declared = files, layout, declared
@@ -153,13 +144,11 @@ class QuantizedFolder(Checkpoint):
         """Return a packed weight, or its first rows (a multiple of `ROWS_PER_WORD`)."""
         axis, parts = self._layout.row_axis, {}
         for part in self._parts[name]:
-            stored = _part(name, part)
-            shape = self._files.shape(stored)
-            if n_rows is None or len(shape) != 2:
-                parts[part] = self._files.load(stored)
-            else:
-                length = n_rows * shape[axis] // self.shape(name)[0]  # less where rows share words
-                parts[part] = self._files.first(stored, axis, length)
+            tensor = self._files.load(_part(name, part))
+            if n_rows is not None and tensor.dim() == 2:  # fewer where rows share words
+                length = n_rows * tensor.shape[axis] // self.shape(name)[0]
+                tensor = tensor.narrow(axis, 0, length)
+            parts[part] = tensor
         with within(f"{self.path}: {name}"):
             return self._layout.unpack(parts)
 
@@ -185,9 +174,7 @@ def open_quantized(path: Path, raw: dict[str, Any]) -> QuantizedFolder:
         declared = declared_kinds(method, settings)
     plain = {key: value for key, value in raw.items() if key != "quantization_config"}
     config = from_hf(plain, str(path / "config.json"))
-    if not any(path.glob("*.safetensors")):
-        raise FasteagleError(f"{path}: quantized weights are read from *.safetensors: none here")
-    files = PartsFolder(path, config)
+    files = WeightsFolder(path, config)
     layout: Layout = AWQLayout()
     if method == "gptq":
         layout = GPTQLayout(settings, _gptq_zero_offset(files, settings))
@@ -208,7 +195,7 @@ def _settings(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _gptq_zero_offset(files: PartsFolder, settings: dict[str, Any]) -> int:
+def _gptq_zero_offset(files: WeightsFolder, settings: dict[str, Any]) -> int:
     """Return the zero offset of a folder by the zeros of one weight: a tool writes all alike."""
     v2 = gptq_format(Fields(settings, "quantization_config")) == "gptq_v2"
     sym = settings.get("sym", True)

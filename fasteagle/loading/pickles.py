@@ -12,15 +12,18 @@ from torch import Tensor
 from fasteagle.errors import FasteagleError, first_line, shortened
 
 
-def unpickled(file: Path, mmap: bool = False, fix: str = "use a safetensors version of it") -> Any:
+def unpickled(file: Path, fix: str = "use a safetensors version of it") -> Any:
     """Read a torch file of tensors and plain values only, so that it cannot run code.
 
     Raises `FasteagleError` for a damaged file, and for one with other objects, with the `fix`.
     """
-    if zipfile.is_zipfile(file) and not _is_stored(file):
+    if not file.stat().st_size:
+        raise FasteagleError(f"{file} is empty: {fix}")
+    is_mapped = zipfile.is_zipfile(file)  # the format before torch 1.6 is none
+    if is_mapped and not _is_stored(file):
         raise FasteagleError(f"{file}: its parts are compressed, which torch does not write: {fix}")
     try:
-        return torch.load(file, map_location="cpu", mmap=mmap, weights_only=True)
+        return torch.load(file, map_location="cpu", mmap=is_mapped, weights_only=True)
     except Exception as error:  # pickle, zip and RuntimeError, depending on the damage
         raise FasteagleError(
             f"{file}: not a weights-only torch file ({first_line(error)}): it is damaged or would "
@@ -37,13 +40,13 @@ def _is_stored(file: Path) -> bool:
         return True  # damaged, as torch will say
 
 
-def unpickled_tensors(file: Path, mmap: bool = False) -> dict[str, Tensor]:
+def unpickled_tensors(file: Path) -> dict[str, Tensor]:
     """Read the tensors of a torch file by their names, other values left out.
 
     Raises `FasteagleError` as `unpickled` does, and for tensors whose values are not all in the
     file: a few bytes can stand for any number of them.
     """
-    value = unpickled(file, mmap)
+    value = unpickled(file)
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
         raise FasteagleError(f"{file}: not a weights-only torch file (no dict of tensors)")
     tensors = {name: tensor for name, tensor in value.items() if isinstance(tensor, Tensor)}

@@ -24,7 +24,7 @@ from fasteagle.config_hf import read_freq_factors, read_llama3_scaling, read_sha
 from fasteagle.errors import FasteagleError, shortened
 from fasteagle.loading.tensors import (
     Checkpoint,
-    SafetensorsFolder,
+    WeightsFolder,
     read_json,
     rows_for,
     save_tensors,
@@ -98,7 +98,7 @@ def is_stored(raw: dict[str, Any]) -> bool:
     return isinstance(settings, dict) and settings.get("quant_method") == METHOD
 
 
-class StoredFolder(SafetensorsFolder):
+class StoredFolder(WeightsFolder):
     """Folder written by `save`. Raises `FasteagleError` for damaged and for newer ones."""
 
     def __init__(self, path: Path, raw: dict[str, Any] | None = None) -> None:
@@ -119,7 +119,7 @@ class StoredFolder(SafetensorsFolder):
         self._check()
 
     def _check(self) -> None:
-        absent = sorted(weight_map(self.path / INDEX).keys() - self._stored.keys())
+        absent = sorted(weight_map(self.path / INDEX).keys() - self._tensors.keys())
         if absent:
             raise FasteagleError(
                 f"{self.path / INDEX} names tensors that are not there: {shortened(absent)}: "
@@ -135,7 +135,7 @@ class StoredFolder(SafetensorsFolder):
                 ) from error
 
     def names(self) -> set[str]:
-        plain = {n for n in self._stored if n.rsplit(".", 1)[0] not in self._packed}
+        plain = {n for n in self._tensors if n.rsplit(".", 1)[0] not in self._packed}
         return plain | set(self._packed)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -151,9 +151,9 @@ class StoredFolder(SafetensorsFolder):
         if name not in self._packed:
             return None
         parts = {
-            part: super(StoredFolder, self).load(f"{name}.{part}")
+            part: self._tensors[f"{name}.{part}"]
             for part in ("q", "scales", "zeros", "offsets")
-            if f"{name}.{part}" in self._stored
+            if f"{name}.{part}" in self._tensors
         }
         return PackedWeight(**self._packed[name], **parts)
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from fasteagle.config import ModelConfig
 from fasteagle.config_fields import Fields, parse_json_file
 from fasteagle.errors import FasteagleError, shortened
-from fasteagle.loading.names import Index, block_linears, expected_shapes, is_block_linear, parts_of
+from fasteagle.loading.names import block_linears, expected_shapes, is_block_linear, parts_of
 from fasteagle.loading.pickles import unpickled_tensors
 from fasteagle.paths import replacing, require_readable
 from fasteagle.quant.packed import PackedWeight
@@ -57,9 +57,9 @@ class Checkpoint(abc.ABC):
     def load(self, name: str) -> Tensor:
         """Return the whole tensor, dequantized where it is packed."""
 
-    @abc.abstractmethod
     def start(self, name: str, n: int) -> Tensor:
-        """Return the first `n` values or more, which is cheaper than all of them."""
+        """Return the first `n` values or more, which is cheaper than all where files are mapped."""
+        return self.load(name)[: rows_for(self.shape(name), n)]
 
     @property
     def widened(self) -> list[str]:
@@ -133,59 +133,28 @@ def save_tensors(
         temporary.chmod(0o644)  # safetensors writes private files
 
 
-class SafetensorsFolder(Checkpoint):
-    """Folder of `*.safetensors` files; an index file, where present, lists its shards."""
+class WeightsFolder(Checkpoint):
+    """Folder of memory-mapped safetensors or torch files; an index file lists its shards."""
 
     def __init__(self, path: Path, config: ModelConfig) -> None:
         self.path, self.config = path, config
-        self.files = _shards(path, "model.safetensors", "*.safetensors")
-        self._stored: dict[str, tuple[Any, str, Index]] = {}  # file, name there, index
-        places: dict[str, Path] = {}
-        for file in self.files:
-            handle = open_safetensors(file)
-            for stored in sorted(handle.keys()):
-                shape = handle.get_slice(stored).get_shape()
-                for name, index in parts_of(config, stored, shape):
-                    _require_once(name, file, places)
-                    self._stored[name] = handle, stored, index
-
-    def names(self) -> set[str]:
-        return set(self._stored)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        file, stored, index = self._stored[name]
-        shape = tuple(file.get_slice(stored).get_shape())
-        return view_shape(shape, index)
-
-    def load(self, name: str) -> Tensor:
-        file, stored, index = self._stored[name]
-        return file.get_slice(stored)[index] if index else file.get_tensor(stored)
-
-    def start(self, name: str, n: int) -> Tensor:
-        file, stored, index = self._stored[name]
-        n_rows = rows_for(self.shape(name), n)
-        if not index:
-            return file.get_slice(stored)[:n_rows]
-        rows = index[-1]
-        assert isinstance(rows, slice), "see parts_of"
-        return file.get_slice(stored)[(*index[:-1], slice(rows.start, rows.start + n_rows))]
-
-
-class TorchBinFolder(Checkpoint):
-    """Folder of `pytorch_model*.bin`, memory-mapped and read with `weights_only=True`."""
-
-    def __init__(self, path: Path, config: ModelConfig) -> None:
-        self.path, self.config = path, config
-        self.files = _shards(path, "pytorch_model.bin", "pytorch_model*.bin")
+        self.files = weight_files(path)
+        if not self.files:
+            raise FasteagleError(
+                f"{path}: no *.safetensors and no pytorch_model*.bin in the folder: fetch the "
+                "weights"
+            )
         self._tensors: dict[str, Tensor] = {}
         places: dict[str, Path] = {}
         for file in self.files:
-            if not file.stat().st_size:
-                raise FasteagleError(f"{file} is empty: fetch the weights again")
-            for stored, tensor in unpickled_tensors(file, mmap=True).items():
+            for stored, tensor in mapped_tensors(file).items():
                 for name, index in parts_of(config, stored, tuple(tensor.shape)):
-                    _require_once(name, file, places)
-                    self._tensors[name] = tensor[index]
+                    if name in places:
+                        raise FasteagleError(
+                            f"{path}: {name} is there twice, in {places[name].name} and in "
+                            f"{file.name}: keep one version of the weights"
+                        )
+                    places[name], self._tensors[name] = file, tensor[index]
 
     def names(self) -> set[str]:
         return set(self._tensors)
@@ -195,9 +164,6 @@ class TorchBinFolder(Checkpoint):
 
     def load(self, name: str) -> Tensor:
         return self._tensors[name]
-
-    def start(self, name: str, n: int) -> Tensor:
-        return self._tensors[name][: rows_for(self.shape(name), n)]
 
 
 class DummyCheckpoint(Checkpoint):
@@ -230,9 +196,6 @@ class DummyCheckpoint(Checkpoint):
     def _generator(self, name: str) -> torch.Generator:
         return torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()))
 
-    def start(self, name: str, n: int) -> Tensor:
-        return self.load(name)
-
     def packed(self, name: str) -> PackedWeight | None:
         scheme = self.scheme
         if scheme is None or not is_block_linear(name):
@@ -262,38 +225,41 @@ def load_floats(checkpoint: Checkpoint, name: str) -> Tensor:
     return tensor
 
 
-def tensor_names(path: Path) -> set[str]:
-    """Return the names of a folder's tensors as its files have them."""
-    safe = _shards(path, "model.safetensors", "*.safetensors")
-    if safe:
-        return {name for file in safe for name in open_safetensors(file).keys()}  # noqa: SIM118
-    pickled = _shards(path, "pytorch_model.bin", "pytorch_model*.bin")
-    return {name for file in pickled for name in unpickled_tensors(file, mmap=True)}
+def mapped_tensors(file: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors or torch file by name; they are read when they are used.
+
+    Raises `FasteagleError` for a damaged file, and for a torch file with more than plain tensors.
+    """
+    if file.suffix != ".safetensors":
+        return unpickled_tensors(file)
+    handle = open_safetensors(file)
+    return {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
 
 
-def _require_once(name: str, file: Path, places: dict[str, Path]) -> None:
-    """Put the file of a tensor into `places`; raise `FasteagleError` where it has one already."""
-    if name in places:
-        raise FasteagleError(
-            f"{file.parent}: {name} is there twice, in {places[name].name} and in {file.name}: "
-            "keep one version of the weights"
-        )
-    places[name] = file
+def weight_files(path: Path) -> list[Path]:
+    """Return the files of a folder's weights: safetensors, else torch files; may be none."""
+    for single, pattern in (
+        ("model.safetensors", "*.safetensors"),
+        ("pytorch_model.bin", "pytorch_model*.bin"),
+    ):
+        if (path / single).exists():  # an index is of an older version, as transformers takes it
+            return [path / single]
+        if (index := path / f"{single}.index.json").exists():
+            return _indexed(index)
+        if files := sorted(path.glob(pattern)):
+            return files
+    return []
 
 
-def _shards(path: Path, single: str, pattern: str) -> list[Path]:
-    index = path / f"{single}.index.json"
-    if (path / single).exists():  # the index is of an older version, as transformers takes it too
-        return [path / single]
-    if not index.exists():
-        return sorted(path.glob(pattern))
-    names = sorted(set(weight_map(index).values()))
-    absent = [name for name in names if not (path / name).exists()]
+def _indexed(index: Path) -> list[Path]:
+    files = [index.with_name(name) for name in sorted(set(weight_map(index).values()))]
+    absent = [file.name for file in files if not file.exists()]
     if absent:
         raise FasteagleError(
-            f"{path}: shards named by {index.name} are missing: {', '.join(absent)}: fetch them"
+            f"{index.parent}: shards named by {index.name} are missing: {', '.join(absent)}: fetch "
+            "them"
         )
-    return [path / name for name in names]
+    return files
 
 
 def weight_map(index: Path) -> dict[str, str]:
@@ -357,9 +323,3 @@ def weight_bytes(checkpoint: Checkpoint, scheme: Scheme) -> int:
 def rows_for(shape: tuple[int, ...], n: int) -> int:
     """Return the number of leading rows of a tensor that hold its first `n` values."""
     return min(shape[0], -(-n // math.prod(shape[1:])))
-
-
-def view_shape(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:
-    """Return the shape of what `index` of `parts_of` takes of a tensor."""
-    slices = [part for part in index if isinstance(part, slice)]
-    return *(part.stop - part.start for part in slices), *shape[len(index) :]

@@ -16,7 +16,7 @@ from fasteagle.loading.imported import QuantizedFolder, open_quantized
 from fasteagle.loading.layouts import CompressedTensorsLayout
 from fasteagle.loading.names import expected_shapes
 from fasteagle.loading.source import Linears
-from fasteagle.loading.tensors import SafetensorsFolder, fingerprint
+from fasteagle.loading.tensors import WeightsFolder, fingerprint
 from fasteagle.quant import cpu_build
 from fasteagle.quant.formats import WAY_OUT
 from helpers import change_tensors, edit_json
@@ -85,7 +85,7 @@ def test_fingerprint_and_loaded_model_equal_the_dense_one(case, tmp_path):
     dense = plain_tensors() | {name: oracle.weight() for name, oracle in oracles.items()}
     save_file(dense, tmp_path / "model.safetensors")
     opened = open_folder(tmp_path / "packed")
-    plain = SafetensorsFolder(tmp_path, opened.config)
+    plain = WeightsFolder(tmp_path, opened.config)
     assert fingerprint(opened) == fingerprint(plain)
     a, b = (
         load_model(c, dtype=torch.float32, device="cpu", max_seq_len=16).state_dict()
@@ -357,7 +357,7 @@ def test_blocks_of_two_kinds_are_refused(tmp_path):
 
 def test_folders_without_packed_tensors_or_files(tmp_path):
     raw = {**CONFIG, "quantization_config": gptq_settings()}
-    with pytest.raises(FasteagleError, match="safetensors: none here"):
+    with pytest.raises(FasteagleError, match="no \\*.safetensors and no pytorch_model"):
         open_quantized(tmp_path, raw)
     save_file(plain_tensors(), tmp_path / "model.safetensors")
     with pytest.raises(FasteagleError, match=r"there is no \*\.qweight"):

@@ -23,7 +23,13 @@ from fasteagle.loading.heads.gguf import gguf_of
 from fasteagle.loading.heads.tables import Raw, State, layer_config
 from fasteagle.loading.names import MTP_LAYERS
 from fasteagle.loading.stored import is_stored
-from fasteagle.loading.tensors import Checkpoint, load_floats, read_json, tensor_names
+from fasteagle.loading.tensors import (
+    Checkpoint,
+    load_floats,
+    mapped_tensors,
+    read_json,
+    weight_files,
+)
 
 FIRST = f"{MTP_LAYERS}0."
 _IN_FOLDERS = "model.mtp_"  # how names begin in all folders: those of Ernie are changed when read
@@ -70,7 +76,9 @@ def read_layer(path: Path) -> tuple[Raw, State] | None:
         raw = read_json(path / "config.json")
         architectures = Fields(raw, str(path / "config.json")).texts("architectures")
         may_hold = is_stored(raw) or not {MIMO, *ERNIES}.isdisjoint(architectures)
-        may_hold = may_hold and any(name.startswith(_IN_FOLDERS) for name in tensor_names(path))
+        may_hold = may_hold and any(
+            name.startswith(_IN_FOLDERS) for f in weight_files(path) for name in mapped_tensors(f)
+        )
     if not may_hold or not holds_layer(checkpoint := open_checkpoint(file or path)):
         return None
     config, state = mtp_layer(checkpoint.config), _state(checkpoint)

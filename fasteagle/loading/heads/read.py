@@ -35,7 +35,7 @@ from fasteagle.loading.heads.tables import (
     target_ids,
 )
 from fasteagle.loading.pickles import is_plain, unpickled, unpickled_tensors
-from fasteagle.loading.tensors import open_safetensors, read_json
+from fasteagle.loading.tensors import mapped_tensors, open_safetensors, read_json
 from fasteagle.model import EagleHead, make_head
 from fasteagle.paths import require_no_pipe
 from fasteagle.uninitialized import Uninitialized
@@ -283,9 +283,8 @@ def _read_state(folder: Path) -> tuple[State, Header | None]:
     """Read the tensors of a folder, with the list `freq_*.pt` of FR-Spec as their map."""
     safe, pickled, header = folder / "model.safetensors", folder / "pytorch_model.bin", None
     if safe.exists():
-        with open_safetensors(safe) as file:
-            header = _header(file.metadata() or {}, f"{safe}: its header")
-            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        header = _header(open_safetensors(safe).metadata() or {}, f"{safe}: its header")
+        state = mapped_tensors(safe)
     elif pickled.exists():
         state = unpickled_tensors(pickled)
     else:
