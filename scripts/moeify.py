@@ -28,7 +28,7 @@ from fasteagle.cli.options import FILE, FOLDER
 from fasteagle.config import ModelConfig, MoEConfig, dense_width
 from fasteagle.errors import FasteagleError, note
 from fasteagle.loading.checkpoint import load_model
-from fasteagle.loading.gguf import BLOCK_NAMES, GLOBAL_NAMES, GGUFFile
+from fasteagle.loading.gguf import BLOCK_NAMES, GLOBAL_NAMES
 from fasteagle.loading.heads.tables import layer_config
 from fasteagle.loading.names import expected_shapes
 from fasteagle.loading.open import OpenedModel, open_model
@@ -57,8 +57,9 @@ def main(
 ) -> None:
     """Write MODEL into the folder OUT as a mixture of EXPERTS experts, TOP_K of them for a row."""
     opened = open_model(model)
-    checkpoint = opened.checkpoint
-    if gguf is not None and not isinstance(checkpoint, GGUFFile):
+    checkpoint, source = opened.checkpoint, opened.path
+    assert source is not None, "its weights come from files"
+    if gguf is not None and not source.is_file():
         raise FasteagleError(
             f"{model} is no GGUF file, whose tokenizer --gguf copies: leave it out"
         )
@@ -77,8 +78,7 @@ def main(
     tensors = all_tensors(checkpoint, config, layers)
     write_folder(out, opened, config, tensors)
     if gguf is not None:
-        assert isinstance(checkpoint, GGUFFile), "checked above"
-        write_gguf(gguf, checkpoint, config, tensors, gguf_type)
+        write_gguf(gguf, source, config, tensors, gguf_type)
 
 
 def moe_config(config: ModelConfig, experts: int, top_k: int) -> ModelConfig:
@@ -229,7 +229,7 @@ def write_folder(
 
 
 def write_gguf(
-    path: Path, source: GGUFFile, config: ModelConfig, tensors: dict[str, Tensor], kind: str
+    path: Path, source: Path, config: ModelConfig, tensors: dict[str, Tensor], kind: str
 ) -> None:
     """Write a GGUF file, its metadata those of `source` and the experts'."""
     import gguf
@@ -237,7 +237,7 @@ def write_gguf(
     assert config.moe is not None, "see moe_config"
     writer = gguf.GGUFWriter(path, "llama")
     own = ("general.architecture", "llama.feed_forward_length", "general.file_type")
-    for key, field in gguf.GGUFReader(source.path).fields.items():
+    for key, field in gguf.GGUFReader(source).fields.items():
         if not key.startswith("GGUF.") and key not in own:
             sub = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
             writer.add_key_value(key, field.contents(), field.types[0], sub)

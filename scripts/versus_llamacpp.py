@@ -28,7 +28,6 @@ from fasteagle.cli.options import FILE, comma_list
 from fasteagle.decoding.context import common_prefix
 from fasteagle.device import device_name
 from fasteagle.errors import FasteagleError, counted, note
-from fasteagle.loading.gguf import GGUFFile
 from fasteagle.loading.open import open_model
 from fasteagle.options import DEFAULT_MODEL, RuntimeOptions
 from fasteagle.paths import require_writable, write_json
@@ -132,9 +131,9 @@ def main(
         require_writable(json_path)
     questions = read_questions(data, limit)
     opened = open_model(model, runtime)
-    if not isinstance(opened.checkpoint, GGUFFile):
+    path = opened.path
+    if path is None or not path.is_file():
         raise FasteagleError(f"{model} is no GGUF file, and llama.cpp reads only these")
-    path = opened.checkpoint.path
     theirs = LlamaCpp(path, torch.get_num_threads(), opened.tokenizer.eos_ids)
     measured = [Row("llama.cpp", "file", theirs, path.stat().st_size)]
     measured += build_rows("auto", options, opened, runtime)

@@ -79,7 +79,7 @@ def test_copies_of_a_gguf_file_have_its_bits(tmp_path, table, blocks):
     model = load_model(source, dtype=torch.float32, device="cpu", max_seq_len=64)
     text = torch.randint(3, 100, (4, 64), generator=torch.Generator().manual_seed(0))
     tensors = moeify.all_tensors(source, config, moeify.fit(model, config, text))
-    moeify.write_gguf(tmp_path / "moe.gguf", source, config, tensors, blocks)
+    moeify.write_gguf(tmp_path / "moe.gguf", tmp_path / "dense.gguf", config, tensors, blocks)
     read = open_checkpoint(tmp_path / "moe.gguf")
     assert read.config == config
     for name, tensor in tensors.items():

@@ -31,6 +31,9 @@ from fasteagle.model import KEY_BLOCK, Block, MoE, Transformer
 from fasteagle.paths import require_no_pipe
 from fasteagle.uninitialized import Uninitialized
 
+# Architectures of which llama.cpp turns adjacent values of queries and keys
+PAIRED_IN_GGUF = ("LlamaForCausalLM", "MixtralForCausalLM", "GraniteMoeForCausalLM", *ERNIES)
+
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open a `.gguf` file or a Hugging Face folder.
@@ -45,6 +48,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if path.is_file():
         checkpoint = gguf = GGUFFile(path)
         multipliers = multipliers_from_gguf(gguf.fields, str(path))
+        halved = checkpoint.config.architecture in PAIRED_IN_GGUF
     else:
         raw = read_json(path / "config.json")
         checkpoint = _open_folder(path, raw)

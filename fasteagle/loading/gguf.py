@@ -1,4 +1,4 @@
-"""GGUF files: metadata and tensors under Hugging Face names. Knows nothing of the model.
+"""GGUF files: metadata and tensors under Hugging Face names, rows in the order of the file.
 
 `gguf_index` finds the tensors in a file; the `gguf` package dequantizes the types that
 `quant.gguf_blocks` does not hold exactly.
@@ -17,11 +17,9 @@ from torch import Tensor
 from fasteagle.config import ModelConfig
 from fasteagle.config_fields import Fields
 from fasteagle.config_gguf import from_gguf, mtp_layers
-from fasteagle.config_hf import ERNIES
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.gguf_index import GGUFTensor, read_index
 from fasteagle.loading.names import CHOICE_BIAS, holds_experts, is_block_linear, mtp_name
-from fasteagle.loading.rope_order import rope_order
 from fasteagle.loading.tensors import Checkpoint, rows_for
 from fasteagle.quant.gguf_blocks import (
     CONVERTED_VALUES,
@@ -76,9 +74,6 @@ BLOCK_NAMES = {
 }
 
 
-_REORDERED = ("LlamaForCausalLM", "MixtralForCausalLM", "GraniteMoeForCausalLM", *ERNIES)
-
-
 class GGUFFile(Checkpoint):
     """GGUF checkpoint. Raises `FasteagleError` for damaged files and for types we cannot read."""
 
@@ -120,9 +115,6 @@ class GGUFFile(Checkpoint):
             source=str(self.path),
         )
 
-    def _raw(self, tensor: GGUFTensor) -> np.ndarray:
-        return self._data[tensor.offset : tensor.offset + tensor.n_bytes]
-
     def names(self) -> set[str]:
         return set(self.tensors)
 
@@ -131,22 +123,11 @@ class GGUFFile(Checkpoint):
 
     def start(self, name: str, n: int) -> Tensor:
         """Return the first `n` values or more."""
-        return self._rows(name, rows_for(self.shape(name), n))
-
-    def _rows(self, name: str, n_rows: int) -> Tensor:
-        """Return the first `n_rows` rows, dequantized."""
-        tensor, n_head = self.tensors[name], self._permuted(name)
-        if n_head is None:
-            return dequantized(self._data, tensor, slice(n_rows))
-        return dequantized(self._data, tensor, rope_order(tensor.shape[0], n_head)[:n_rows].numpy())
+        return dequantized(self._data, self.tensors[name], rows_for(self.shape(name), n))
 
     def load(self, name: str) -> Tensor:
         """Return the dequantized tensor in fp32, in which F16 and BF16 values are exact too."""
-        return self._rows(name, self.tensors[name].shape[0])
-
-    def kinds(self) -> dict[str, str]:
-        """Return the GGUF type of every tensor."""
-        return {name: tensor.kind for name, tensor in self.tensors.items()}
+        return dequantized(self._data, self.tensors[name])
 
     @property
     def own_scheme(self) -> Scheme | None:
@@ -167,7 +148,7 @@ class GGUFFile(Checkpoint):
         return sorted(self._linear_kinds() & GGUF_WIDENED)
 
     def _linear_kinds(self) -> set[str]:
-        return {kind for name, kind in self.kinds().items() if is_block_linear(name)}
+        return {t.kind for name, t in self.tensors.items() if is_block_linear(name)}
 
     def bits(self, name: str) -> int | None:
         kind = self.tensors[name].kind
@@ -187,20 +168,9 @@ class GGUFFile(Checkpoint):
         is_looked_up = name == "model.embed_tokens.weight" and not self.config.tie_embeddings
         if is_looked_up and tensor.kind not in GGUF_EXACT:
             return None
-        raw = self._raw(tensor)
+        raw = self._data[tensor.offset : tensor.offset + tensor.n_bytes]
         blocks = torch.from_numpy(raw.reshape(tensor.shape[0], -1).copy())
-        weight = from_gguf_blocks(blocks, tensor.kind)
-        n_head = self._permuted(name)
-        return weight if n_head is None else weight.rows(rope_order(tensor.shape[0], n_head))
-
-    def _permuted(self, name: str) -> int | None:
-        """Return the count of attention heads if the rows are in pairs, else None."""
-        if self.config.architecture in _REORDERED:
-            if name.endswith("q_proj.weight"):
-                return self.config.n_head
-            if name.endswith("k_proj.weight"):
-                return self.config.n_kv_head
-        return None
+        return from_gguf_blocks(blocks, tensor.kind)
 
 
 def _matrices(config: ModelConfig, name: str, tensor: GGUFTensor) -> dict[str, GGUFTensor]:
@@ -232,11 +202,10 @@ def check_types(path: Path, tensors: Mapping[str, GGUFTensor]) -> None:
             )
 
 
-def dequantized(
-    data: np.ndarray, tensor: GGUFTensor, rows: slice | np.ndarray = slice(None)
-) -> Tensor:
-    """Return `rows` of a tensor of the file `data` in fp32."""
-    raw = data[tensor.offset : tensor.offset + tensor.n_bytes].reshape(tensor.shape[0], -1)[rows]
+def dequantized(data: np.ndarray, tensor: GGUFTensor, n_rows: int | None = None) -> Tensor:
+    """Return the first rows of a tensor of the file `data`, or all, in fp32."""
+    raw = data[tensor.offset : tensor.offset + tensor.n_bytes]
+    raw = raw.reshape(tensor.shape[0], -1)[:n_rows]
     if tensor.kind in GGUF_EXACT and len(tensor.shape) == 2:
         return _dequantized_blocks(raw, tensor)
     if tensor.kind == "F32":

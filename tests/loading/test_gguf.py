@@ -20,7 +20,7 @@ from helpers import logits_of, make_hf_model, tiny_config
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"])
 def test_every_supported_type_dequantizes_exactly(tmp_path, kind):
     stored = write_gguf(tmp_path / "m.gguf", make_hf_model("llama2"), kind)
-    file = GGUFFile(tmp_path / "m.gguf")
+    file = open_checkpoint(tmp_path / "m.gguf")
     assert file.names() == set(stored)
     assert (file.own_scheme is None) == (kind in ("F32", "F16", "BF16"))
     for name, expected in stored.items():

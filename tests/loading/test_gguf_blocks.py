@@ -8,7 +8,7 @@ import torch
 from gguf import GGMLQuantizationType, quants
 
 from fasteagle.errors import FasteagleError
-from fasteagle.loading.checkpoint import load_model
+from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.gguf import GGUFFile
 from fasteagle.loading.open import OpenedModel
 from fasteagle.loading.quantize import with_scheme, write_folder
@@ -118,7 +118,7 @@ def wide_model(family="llama2", **overrides):
 
 
 def opened(path):
-    return OpenedModel("m", GGUFFile(path), dummy_tokenizer(TINY_VOCAB))
+    return OpenedModel("m", open_checkpoint(path), dummy_tokenizer(TINY_VOCAB))
 
 
 MIXES = {
@@ -157,7 +157,7 @@ def test_mixed_files_run_by_default_in_whole_native_blocks(tmp_path, mix, bits, 
     engine = prepared.engine()
     model = engine.target
     assert engine.backend.name == "cpu" and isinstance(model.model.lm_head, QuantizedLMHead)
-    file = GGUFFile(tmp_path / "m.gguf")
+    file = open_checkpoint(tmp_path / "m.gguf")
     assert file.own_scheme == Scheme(bits, 32, "own")
     for name, expected in stored.items():
         assert torch.equal(file.load(name), torch.from_numpy(np.array(expected))), name
@@ -171,7 +171,7 @@ def test_mixed_files_run_by_default_in_whole_native_blocks(tmp_path, mix, bits, 
 
 def test_bytes_of_a_mixed_file_are_those_of_its_products(tmp_path):
     write_gguf(tmp_path / "m.gguf", wide_model(), MIXES["Q2_K"])
-    checkpoint = with_scheme(GGUFFile(tmp_path / "m.gguf"), "int4")
+    checkpoint = with_scheme(open_checkpoint(tmp_path / "m.gguf"), "int4")
     linear = checkpoint.config.linear_params
     head = checkpoint.config.vocab_size * 256
     # v_proj has 4 bits, and shares its product with q_proj and k_proj, which have 8.
@@ -185,7 +185,7 @@ def test_bytes_of_a_mixed_file_are_those_of_its_products(tmp_path):
 @torch.no_grad()
 def test_a_written_folder_keeps_the_mix_and_the_embedding(tmp_path):
     write_gguf(tmp_path / "m.gguf", wide_model(), q4_k_m)
-    checkpoint = with_scheme(GGUFFile(tmp_path / "m.gguf"), "int4")
+    checkpoint = with_scheme(open_checkpoint(tmp_path / "m.gguf"), "int4")
     (tmp_path / "out").mkdir()
     write_folder(tmp_path / "out", checkpoint, checkpoint.scheme)
     folder = StoredFolder(tmp_path / "out")
