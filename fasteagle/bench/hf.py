@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import time
 from typing import Any
@@ -15,6 +14,7 @@ from fasteagle.bench.rows import Decoder, Turn
 from fasteagle.config import ModelConfig
 from fasteagle.config_hf import ERNIE, MIMO
 from fasteagle.errors import FasteagleError
+from fasteagle.loading.heads.tables import layer_config
 from fasteagle.loading.names import expected_shapes
 from fasteagle.loading.tensors import Checkpoint
 from fasteagle.options import DraftOptions, SamplingParams
@@ -37,27 +37,16 @@ def hf_config(config: ModelConfig) -> Any:
         )
     import transformers  # takes seconds: only for rows of its own
 
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_base}
-    if config.rope_scaling is not None:
-        rope |= {"rope_type": "llama3", **dataclasses.asdict(config.rope_scaling)}
-        rope["original_max_position_embeddings"] = rope.pop("original_max_seq_len")
-    elif config.rope_linear_factor != 1:
-        rope |= {"rope_type": "linear", "factor": config.rope_linear_factor}
     architecture = "Qwen2ForCausalLM" if config.architecture == MIMO else config.architecture
     kind = getattr(transformers, architecture.replace("ForCausalLM", "Config"))
-    made = kind(
-        hidden_size=config.dim,
-        num_hidden_layers=config.n_layer,
-        num_attention_heads=config.n_head,
-        num_key_value_heads=config.n_kv_head,
-        head_dim=config.head_dim,
-        intermediate_size=config.ffn_dim,
-        vocab_size=config.vocab_size,
-        max_position_embeddings=config.max_seq_len,
-        rms_norm_eps=config.norm_eps,
-        rope_parameters=rope,
-        tie_word_embeddings=config.tie_embeddings,
-        architectures=[architecture],
+    made = kind.from_dict(
+        layer_config(config, torch.float32)
+        | {
+            "architectures": [architecture],
+            "model_type": kind.model_type,
+            "num_hidden_layers": config.n_layer,
+            "tie_word_embeddings": config.tie_embeddings,
+        }
     )
     if config.architecture == "MistralForCausalLM":
         made.sliding_window = config.sliding_window
