@@ -22,21 +22,20 @@ from fasteagle.compile.blocks import compile_now
 from fasteagle.device import short_of_memory, unless_short
 from fasteagle.errors import FasteagleError, counted, note
 from fasteagle.loading.heads.find import LoadedHead, find_head, named_head, own_layer
-from fasteagle.loading.heads.read import with_vocabulary
 from fasteagle.loading.heads.write import save_head
 from fasteagle.loading.open import OpenedModel, Runtime, open_model
 from fasteagle.loading.tensors import fingerprint, read_json
-from fasteagle.model import EagleHead, Transformer
 from fasteagle.options import RuntimeOptions
 from fasteagle.paths import cache_dir, only_writer, require_no_model, require_writable, write_json
 from fasteagle.prompts import Conversation, read_conversations
 from fasteagle.quant.scheme import Scheme
-from fasteagle.training.data import cached_features, choose_held_out, frequent_tokens, store_key
+from fasteagle.training.data import cached_features, choose_held_out, store_key
 from fasteagle.training.data_file import note_other_writer, require_same
 from fasteagle.training.generate_data import write_text
 from fasteagle.training.held_out import evaluate, ready_head
 from fasteagle.training.options import CalibrateOptions, DataOptions, TrainOptions
 from fasteagle.training.train import Trainer, TrainingBar, head_header
+from fasteagle.training.train_head import check_trainable, with_draft_vocab
 
 MIN_CONVERSATIONS = 24
 ANSWER_TOKENS = 256
@@ -88,16 +87,8 @@ def calibrate_head(model: str, runtime: RuntimeOptions, options: CalibrateOption
 
 def _check_early(opened: OpenedModel, runtime: RuntimeOptions, options: CalibrateOptions) -> None:
     """Raise `FasteagleError` for all errors that can be known before weights are read."""
-    if runtime.backend == "torchao":
-        raise FasteagleError(
-            "a head is calibrated to weights that fasteagle quantizes: leave out -torchao"
-        )
     config = opened.checkpoint.config
-    if options.draft_vocab is not None and options.draft_vocab > config.vocab_size:
-        raise FasteagleError(
-            f"draft-vocab {options.draft_vocab:,} is more than the model's {config.vocab_size:,} "
-            "tokens: give fewer"
-        )
+    check_trainable(config, runtime, "draft-vocab", options.draft_vocab)
     longest = runtime.seq_len_for(config.max_seq_len, opened.name)
     if options.data is not None:
         note_other_writer(options.data, opened.name, fingerprint(opened.checkpoint))
@@ -237,19 +228,6 @@ def _calibrate(
     }
     save_head(out, better, header, torch.bfloat16)
     write_json(out / "calibration.json", report)
-
-
-def with_draft_vocab(
-    head: EagleHead, training: Sequence[Conversation], target: Transformer, size: int | None
-) -> EagleHead:
-    """Return the draft head with the `size` most frequent tokens of `training`; None: unchanged.
-
-    Where the text has fewer distinct tokens, the old draft vocabulary supplies the others.
-    """
-    if size is None:
-        return head
-    ids = frequent_tokens(training, size, head.target_ids().tolist())
-    return with_vocabulary(head, ids, target.head_rows)
 
 
 class Work:

@@ -22,7 +22,7 @@ from fasteagle.generate import Engine
 from fasteagle.loading.tensors import open_safetensors
 from fasteagle.paths import replacing, require_free_space
 from fasteagle.prompts import Conversation
-from fasteagle.training.parallel import Ranks
+from fasteagle.training.parallel import ALONE, Ranks
 
 SHARD_TOKENS = 1 << 17
 
@@ -113,14 +113,13 @@ def cached_features(
     folder: Path,
     progress: Callable[[int], None] = lambda n: None,
     aux_layers: tuple[int, ...] = (),
-    ranks: Ranks | None = None,
+    ranks: Ranks = ALONE,
 ) -> Features:
     """Return the target's features of every token from shards in `folder`, computed if missing.
 
     A call continues where an earlier one was stopped. Of several processes each writes its part of
     the shards, and `progress` reports that. Raises `FasteagleError` if the disk is too small.
     """
-    ranks = ranks or Ranks()
     folder.mkdir(parents=True, exist_ok=True)
     shards = [(folder / name, group) for name, group in shards_of(conversations).items()]
     row_bytes = (len(aux_layers) + 1) * engine.model.config.dim * 2

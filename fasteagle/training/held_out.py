@@ -15,7 +15,7 @@ from fasteagle.generate import Engine
 from fasteagle.model import EagleHead, Transformer
 from fasteagle.training.data import Features
 from fasteagle.training.loss import autocast, compute_dtype, make_batch, unroll
-from fasteagle.training.parallel import Ranks
+from fasteagle.training.parallel import ALONE, Ranks
 
 RANKS = 4  # children of a node whose acceptance is counted
 TENTHS = 10  # of the probability that the head gives a child
@@ -70,7 +70,7 @@ def evaluate(
     store: Features,
     indices: list[int],
     depth: int = 5,
-    ranks: Ranks | None = None,
+    ranks: Ranks = ALONE,
 ) -> HeldOut:
     """Simulate chain drafting from every answer position of the held-out text.
 
@@ -86,8 +86,7 @@ def evaluate(
     tried = torch.zeros(depth, dtype=torch.long)
     variation = torch.zeros(depth, 2, dtype=torch.double)  # its sum, and the number of rows
     by_confidence = torch.zeros(TENTHS, 2, dtype=torch.long)
-    processes = ranks or Ranks()
-    for i in processes.share(indices):
+    for i in ranks.share(indices):
         batch = make_batch(store, [i], device)
         embeds = head.embedding.weight[batch.tokens].float()
         with autocast(device):
@@ -116,7 +115,7 @@ def evaluate(
             by_confidence[:, 0] += tenth.bincount(minlength=TENTHS)
             by_confidence[:, 1] += tenth[right[alive].flatten().cpu()].bincount(minlength=TENTHS)
             alive = right[:, 0]
-    processes.sum_([hits, tried, variation, by_confidence])
+    ranks.sum_([hits, tried, variation, by_confidence])
     shares = hits.double() / tried.clamp(min=1).unsqueeze(1)
     by_rank = tuple(map(tuple, shares.tolist()))
     alphas = tuple(level[0] for level in by_rank)

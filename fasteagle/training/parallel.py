@@ -57,11 +57,14 @@ class Ranks:
             dist.barrier()
 
 
+ALONE = Ranks()
+
+
 def join() -> Ranks:
     """Return the processes that `torchrun` has started, by its environment; else this one alone."""
     size = os.environ.get("WORLD_SIZE") or "1"
     if size == "1":
-        return Ranks()
+        return ALONE
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing or not size.isdigit():
         raise FasteagleError(

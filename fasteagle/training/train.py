@@ -32,7 +32,7 @@ from fasteagle.training.data_file import require_same
 from fasteagle.training.held_out import HeldOut, evaluate
 from fasteagle.training.loss import Batch, autocast, batches, compute_dtype, head_loss, make_batch
 from fasteagle.training.options import TrainOptions
-from fasteagle.training.parallel import Ranks
+from fasteagle.training.parallel import ALONE, Ranks
 
 
 def new_head(target: Transformer, draft_ids: Tensor, options: TrainOptions) -> EagleHead:
@@ -100,11 +100,10 @@ class Trainer:
         options: TrainOptions,
         folder: Path,
         identity: str = "",
-        ranks: Ranks | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.head, self.target, self.store, self.options = head, target, store, options
-        self.ranks = ranks or Ranks()
-        self.held_out = held_out
+        self.ranks, self.held_out = ranks, held_out
         self.training = sorted(set(range(len(store))) - set(held_out))
         self.folder = folder
         # What must not change between the parts of a run, besides the options.

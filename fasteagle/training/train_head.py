@@ -59,10 +59,6 @@ def train_head(
         require_unset(options, ["loss_vocab_size"], "with an LM head of the head's own")
     if run.init is not None:
         require_unset(options, ["init_scale"], "with --init")
-    if runtime_options.backend == "torchao":
-        raise FasteagleError(
-            "a head is trained on weights that fasteagle quantizes: leave -torchao out"
-        )
     ranks = join()
     with only_writer(run.out) if ranks.is_first else contextlib.nullcontext():
         _train_head(model, runtime_options, run, options, ranks)
@@ -77,8 +73,10 @@ def _train_head(
         runtime_options = dataclasses.replace(runtime_options, device=device)
     opened = open_model(model, runtime_options)
     opened.check(runtime_options)
+    size = options.draft_vocab_size
+    check_trainable(opened.checkpoint.config, runtime_options, "draft-vocab-size", size)
     init = init_head(opened.checkpoint.config, run.init, options)
-    data = _data(opened, runtime_options, run, options.draft_vocab_size)
+    data = _data(opened, runtime_options, run)
     runtime = opened.loaded(runtime_options)
     identity = fingerprint(runtime.checkpoint)
     with ranks.first_alone():  # writes text, which the others then find
@@ -126,18 +124,31 @@ def _check_place(run: TrainRun) -> None:
     require_writable(state)
 
 
+def check_trainable(
+    config: ModelConfig, runtime: RuntimeOptions, option: str, draft_vocab: int | None
+) -> None:
+    """Raise `FasteagleError` for weights and sizes that no draft head is trained for.
+
+    `option` names the size of the draft vocabulary.
+    """
+    if runtime.backend == "torchao":
+        raise FasteagleError(
+            "a head is trained on weights that fasteagle quantizes: leave -torchao out"
+        )
+    if draft_vocab is not None and draft_vocab > config.vocab_size:
+        raise FasteagleError(
+            f"{option} {draft_vocab:,} is more than the model's {config.vocab_size:,} tokens: give "
+            "fewer"
+        )
+
+
 def _data(
-    opened: OpenedModel, runtime_options: RuntimeOptions, run: TrainRun, draft_vocab: int | None
+    opened: OpenedModel, runtime_options: RuntimeOptions, run: TrainRun
 ) -> list[Conversation]:
     """Return the text in --data; raise `FasteagleError` for errors seen before loading."""
     if not run.data and run.prompts is None:
         raise FasteagleError("nothing to train on: give --data, or --prompts to be answered now")
     config = opened.checkpoint.config
-    if draft_vocab is not None and draft_vocab > config.vocab_size:
-        raise FasteagleError(
-            f"draft-vocab-size {draft_vocab:,} is more than the model's {config.vocab_size:,} "
-            "tokens: give fewer"
-        )
     if run.prompts is not None:
         read_questions(run.prompts, None)
     for path in run.data:
@@ -201,25 +212,30 @@ def head_to_train(
     options: TrainOptions,
 ) -> tuple[EagleHead, Tensor]:
     """Return the draft head before its training, and the target ids of its loss, ascending."""
-    draft_ids = _draft_ids(training, init, target.config.vocab_size, options)
+    size = options.draft_vocab_size
     if init is None:
-        head = new_head(target, draft_ids, options)
+        size = size or min(NEW_DRAFT_VOCAB, target.config.vocab_size)
+        head = new_head(target, frequent_tokens(training, size), options)
     else:
-        head = with_vocabulary(init, draft_ids, target.head_rows)
+        head = with_draft_vocab(init, training, target, size)
+    draft_ids = head.target_ids().cpu()
     loss_size = min(options.loss_vocab_size, len(draft_ids))
     if head.own_lm_head is not None:
         loss_size = len(draft_ids)  # all of its rows are trained
     return head, frequent_tokens(training, loss_size, among=draft_ids)
 
 
-def _draft_ids(
-    training: Sequence[Conversation], init: EagleHead | None, vocab_size: int, options: TrainOptions
-) -> Tensor:
-    """Return the ascending ids that the head drafts: of `init` where the options name no size."""
-    size = options.draft_vocab_size
-    if size is None and init is not None:
-        return init.target_ids().cpu()
-    return frequent_tokens(training, size or min(NEW_DRAFT_VOCAB, vocab_size))
+def with_draft_vocab(
+    head: EagleHead, training: Sequence[Conversation], target: Transformer, size: int | None
+) -> EagleHead:
+    """Return the draft head with the `size` most frequent tokens of `training`; None: unchanged.
+
+    Where the text has fewer distinct tokens, the old draft vocabulary supplies the others.
+    """
+    if size is None:
+        return head
+    ids = frequent_tokens(training, size, head.target_ids().tolist())
+    return with_vocabulary(head, ids, target.head_rows)
 
 
 def _features(
