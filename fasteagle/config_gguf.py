@@ -57,6 +57,41 @@ def _linear_factor(fields: Fields, kind: str, metadata: Mapping[str, Any]) -> fl
     return 1.0 if key is None or metadata[key] == 0 else fields.number(key)
 
 
+def read_layer(
+    metadata: Mapping[str, Any], kind: str, source: str, rope_freq_factors: tuple[float, ...] | None
+) -> dict[str, Any]:
+    """Return what models and draft heads of architecture `kind` share: widths, epsilon, RoPE."""
+    fields = Fields(metadata, source)
+    scaling = fields.text(f"{kind}.rope.scaling.type", "linear")  # llama.cpp's default
+    if scaling not in ("none", "linear"):
+        raise FasteagleError(
+            f"{source}: GGUF RoPE scaling {scaling!r} is not supported: choose another file"
+        )
+    factor = f"{kind}.rope.scaling.attn_factor"
+    if fields.number(factor, 1.0) != 1:
+        raise fields.error(factor, "1, others are not supported")
+    shape = read_shape(fields, {name: f"{kind}.{key}" for name, key in _KEYS.items()})
+    rotated = f"{kind}.rope.dimension_count"
+    if fields.width(rotated, shape["head_dim"]) != shape["head_dim"]:
+        must = f"{shape['head_dim']:,}, RoPE on a part of a head is not supported"
+        raise fields.error(rotated, must)
+    n_factors = shape["head_dim"] // 2
+    if rope_freq_factors is not None and len(rope_freq_factors) != n_factors:
+        raise FasteagleError(
+            f"{source}: rope_freqs.weight has {len(rope_freq_factors):,} values, half of the head "
+            f"is {n_factors:,}: fetch it again"
+        )
+    return {
+        **shape,
+        "norm_eps": fields.number(f"{kind}.attention.layer_norm_rms_epsilon", most=1),
+        "rope_base": fields.number(f"{kind}.rope.freq_base", 10000.0),
+        "rope_linear_factor": _linear_factor(fields, kind, metadata)
+        if scaling == "linear"
+        else 1.0,
+        "rope_freq_factors": rope_freq_factors,
+    }
+
+
 def from_gguf(
     metadata: Mapping[str, Any],
     *,
@@ -74,26 +109,7 @@ def from_gguf(
             f"{source}: GGUF architecture {kind!r} is not supported"
             f"{f' ({reason})' if reason else ''}; supported: {', '.join(_ARCHITECTURES)}"
         )
-
-    scaling = fields.text(f"{kind}.rope.scaling.type", "linear")  # llama.cpp's default
-    if scaling not in ("none", "linear"):
-        raise FasteagleError(
-            f"{source}: GGUF RoPE scaling {scaling!r} is not supported: choose another model"
-        )
-    factor = f"{kind}.rope.scaling.attn_factor"
-    if fields.number(factor, 1.0) != 1:
-        raise fields.error(factor, "1, others are not supported")
-    shape = read_shape(fields, {name: f"{kind}.{key}" for name, key in _KEYS.items()})
-    rotated = f"{kind}.rope.dimension_count"
-    if fields.width(rotated, shape["head_dim"]) != shape["head_dim"]:
-        must = f"{shape['head_dim']:,}, RoPE on a part of a head is not supported"
-        raise fields.error(rotated, must)
-    n_factors = shape["head_dim"] // 2
-    if rope_freq_factors is not None and len(rope_freq_factors) != n_factors:
-        raise FasteagleError(
-            f"{source}: rope_freqs.weight has {len(rope_freq_factors):,} values, half of the head "
-            f"is {n_factors:,}: fetch it again"
-        )
+    shape = read_layer(metadata, kind, source, rope_freq_factors)
     window = f"{kind}.attention.sliding_window"  # 0: none
     n_blocks = fields.integer(f"{kind}.block_count", most=MOST_LAYERS)
     n_layer = n_blocks - mtp_layers(metadata, source, most=n_blocks - 1)
@@ -112,10 +128,6 @@ def from_gguf(
         n_layer=n_layer,
         vocab_size=vocab_size,
         max_seq_len=fields.integer(f"{kind}.context_length"),
-        norm_eps=fields.number(f"{kind}.attention.layer_norm_rms_epsilon", most=1),
-        rope_base=fields.number(f"{kind}.rope.freq_base", 10000.0),
-        rope_linear_factor=_linear_factor(fields, kind, metadata) if scaling == "linear" else 1.0,
-        rope_freq_factors=rope_freq_factors,
         tie_embeddings=tied,
         qkv_bias=kind in ("qwen2", "qwen2moe"),
         qk_norm=kind in ("qwen3", "qwen3moe"),

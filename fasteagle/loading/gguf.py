@@ -19,7 +19,7 @@ from fasteagle.config_fields import Fields
 from fasteagle.config_gguf import from_gguf, mtp_layers
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.gguf_index import GGUFTensor, read_index
-from fasteagle.loading.names import CHOICE_BIAS, holds_experts, is_block_linear, mtp_name
+from fasteagle.loading.names import CHOICE_BIAS, is_block_linear, mtp_name, parts_of
 from fasteagle.loading.tensors import Checkpoint, rows_for
 from fasteagle.quant.gguf_blocks import (
     CONVERTED_VALUES,
@@ -177,16 +177,14 @@ def _matrices(config: ModelConfig, name: str, tensor: GGUFTensor) -> dict[str, G
     """Return a tensor by its Hugging Face name; of a tensor [X, N, K] its experts one by one."""
     if name.endswith("shared_expert_gate.weight") and len(tensor.shape) == 1:
         return {name: dataclasses.replace(tensor, shape=(1, *tensor.shape))}
-    if ".mlp.experts." not in name or not holds_experts(config, name, tensor.shape):
-        return {name: tensor}
-    n_expert, n_bytes = tensor.shape[0], tensor.n_bytes // tensor.shape[0]
-    before, after = name.split(".experts.")
-    return {
-        f"{before}.experts.{e}.{after}": GGUFTensor(
-            tensor.kind, tensor.shape[1:], tensor.offset + e * n_bytes, n_bytes
-        )
-        for e in range(n_expert)
-    }
+    matrices, n_bytes = {}, tensor.n_bytes // tensor.shape[0]
+    for part, index in parts_of(config, name, tensor.shape):
+        if index and isinstance(index[0], int):
+            offset = tensor.offset + index[0] * n_bytes
+            matrices[part] = GGUFTensor(tensor.kind, tensor.shape[1:], offset, n_bytes)
+        else:
+            matrices[part] = tensor
+    return matrices
 
 
 def check_types(path: Path, tensors: Mapping[str, GGUFTensor]) -> None:
@@ -235,8 +233,6 @@ def _dequantized_blocks(raw: np.ndarray, tensor: GGUFTensor) -> Tensor:
 
 def rope_factors(path: Path, data: np.ndarray, tensor: GGUFTensor) -> tuple[float, ...]:
     """Return the divisors of RoPE's frequencies that a file holds. Raises `FasteagleError`."""
-    if tensor.kind != "F32":
-        raise FasteagleError(f"{path}: {ROPE_FACTORS} is {tensor.kind}, not F32: fetch it again")
     values = data[tensor.offset : tensor.offset + tensor.n_bytes].view(np.float32)
     if not (np.isfinite(values) & (values > 0)).all():
         raise FasteagleError(f"{path}: {ROPE_FACTORS} is not above 0: fetch it again")

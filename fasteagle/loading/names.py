@@ -129,12 +129,8 @@ def block_linears(config: ModelConfig, i: int) -> dict[str, list[str]]:
     return linears
 
 
-def holds_experts(config: ModelConfig, name: str, shape: Shape) -> bool:
-    """Return whether a tensor holds all the experts of a block, as many as the model has."""
-    return _experts_of(config, name, shape) is not None
-
-
 def _experts_of(config: ModelConfig, name: str, shape: Shape) -> re.Match[str] | None:
+    """Return the match of a tensor of all the experts of a block, as many as the model has."""
     match = _EXPERTS.fullmatch(name) if len(shape) == 3 else None
     if match is None or config.moe is None or shape[0] != config.moe.n_expert:
         return None

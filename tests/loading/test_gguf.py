@@ -293,10 +293,3 @@ def test_two_tensors_of_one_name_are_refused(tmp_path):
         write_gguf(tmp_path / "m.gguf", model)
     with pytest.raises(FasteagleError, match=r"two tensors are model\.norm\.weight"):
         GGUFFile(tmp_path / "m.gguf")
-
-
-def test_rope_factors_of_another_type_are_refused(tmp_path):
-    data = np.ones(2, np.float16).view(np.uint8)
-    tensor = GGUFTensor("F16", (2,), 0, data.nbytes)
-    with pytest.raises(FasteagleError, match=r"rope_freqs.weight is F16, not F32"):
-        rope_factors(tmp_path / "m.gguf", data, tensor)

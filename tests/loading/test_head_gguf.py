@@ -20,7 +20,7 @@ from fasteagle.loading.heads.find import named_head
 from fasteagle.loading.heads.gguf import NAMES, write_gguf_head
 from fasteagle.loading.heads.read import load_head, open_head
 from fasteagle.loading.heads.tables import official_state
-from fasteagle.loading.heads.write import HeadTarget, config_json, export_head, save_head
+from fasteagle.loading.heads.write import HeadTarget, export_head, save_head
 from fasteagle.loading.rope_order import rope_order
 from fasteagle.loading.tensors import DummyCheckpoint
 from fasteagle.model import make_head, rope_table
@@ -62,8 +62,7 @@ def written(path, head, tokenizer, dtype=torch.bfloat16):
 def write(path, head, state, tokenizer, **more):
     block = dataclasses.replace(head.config.block, max_seq_len=512, **more)
     config = dataclasses.replace(head.config, block=block)
-    raw = config_json("gguf", config, torch.float32)
-    write_gguf_head(path, raw, config, state, tokenizer)
+    write_gguf_head(path, config, state, tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -216,10 +215,10 @@ BAD_FIELDS = [
     ("embedding_length", None, "eagle3.embedding_length is missing: must be an integer"),
     ("target_layers", "2", "eagle3.target_layers is '2': must be a list of block numbers"),
     ("target_layers", None, "lacks eagle3.target_layers: convert the head again"),
-    ("rope.scaling.type", "yarn", "RoPE scaling 'yarn', .* does not run here: choose another"),
-    ("rope.dimension_count", 4, "RoPE on a part of each attention head"),
-    ("block_count", 2, "several blocks does not run here"),
-    ("attention.key_length", 6, "RoPE on a part of each attention head"),
+    ("rope.scaling.type", "yarn", "GGUF RoPE scaling 'yarn' is not supported: choose another file"),
+    ("rope.dimension_count", 4, "RoPE on a part of a head is not supported"),
+    ("block_count", 2, "eagle3.block_count is 2: must be 1: choose another"),
+    ("attention.key_length", 6, "RoPE on a part of a head is not supported"),
     ("norm_before_residual", 1, "eagle3.norm_before_residual is 1: must be true or false"),
 ]
 
@@ -245,7 +244,11 @@ def test_metadata_that_is_wrong(target, tokenizer, tmp_path, monkeypatch, key, v
         ("d2t", np.zeros((30, 1), np.int64), "d2t is I64 of shape .30, 1.: must be a list"),
         ("blk.0.attn_q.weight", np.zeros((30, 64), np.float32), "q_proj.weight is .30, 64., expec"),
         ("fc.weight", np.zeros((32, 64), np.float32), "fc reads 64 values, 2 layers of 32, but"),
-        ("rope_freqs.weight", np.ones(8, np.float16), "rope_freqs.weight is F16, not F32"),
+        (
+            "rope_freqs.weight",
+            np.ones(8, np.float16),
+            "rope_freqs.weight has type F16; supported: F32",
+        ),
         ("d2t.weight", np.zeros(30, np.int64), "two tensors are d2t"),
         ("d2t", np.arange(30)[::-1].copy(), "d2t does not list ascending ids below 60"),
         ("d2t", np.arange(20), r"lm_head.weight is \(30, 32\), expected \(20, 32\)"),

@@ -15,29 +15,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fasteagle.config import HeadConfig, ModelConfig
+from fasteagle.config import ANY_LENGTH, Eagle3Config, HeadConfig, ModelConfig
 from fasteagle.config_fields import Fields
+from fasteagle.config_gguf import read_layer
 from fasteagle.errors import FasteagleError
 from fasteagle.loading import gguf
-from fasteagle.loading.gguf_index import read_index
-from fasteagle.loading.heads.tables import GGUF_LAYERS, MAP, Raw, State, official_name, target_ids
+from fasteagle.loading.gguf_index import GGUFIndex, read_index
+from fasteagle.loading.heads.tables import (
+    GGUF_LAYERS,
+    MAP,
+    State,
+    layer_config,
+    official_name,
+    target_ids,
+)
 from fasteagle.loading.rope_order import rope_order
 from fasteagle.model import rope_frequencies
 from fasteagle.paths import replacing
 
 P = "eagle3."  # prefix of the keys
 OLD_LAYERS = "eagle3.extract_layers"  # of older files
-# Keys after P, and their names in a config.json
-WIDTHS = {
-    "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim",
-    "target_hidden_size": "target_hidden_size",
-    "vocab_size": "vocab_size",
-}
-NUMBERS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps", "rope.freq_base": "rope_theta"}
 FLAGS = ("norm_before_residual", "norm_before_fc")
 # Tensors that a target's file has too have their names from there.
 _BLOCK = ["attn_norm", "attn_q", "attn_k", "attn_v", "attn_output"]
@@ -83,21 +80,23 @@ def read_gguf_head(path: Path) -> tuple[dict[str, Any], State]:
             f"{path}: GGUF architecture {kind!r} is no draft head: give a file of architecture "
             "'eagle3', or a folder"
         )
-    raw = _config(path, fields)
     layers = next((key for key in (GGUF_LAYERS, OLD_LAYERS) if key in fields), None)
     if layers is None:
         raise FasteagleError(f"{path}: GGUF metadata lacks {GGUF_LAYERS}: convert the head again")
-    raw |= {"architectures": ["eagle3"], GGUF_LAYERS: index.fields[layers]}
-    if "vocab_size" not in raw:  # the embedding or the tokenizer has it
-        embedding = tensors.get("token_embd.weight")
-        n_tokens = _n_tokens(_tokenizer_fields(path)) if embedding is None else embedding.shape[0]
-        raw["vocab_size"] = n_tokens
-    data = np.asarray(np.memmap(path, mode="r", dtype=np.uint8))
-    state: State = {}
-    factors = tensors.pop(gguf.ROPE_FACTORS, None)
-    if factors is not None:
-        raw["rope_freq_factors"] = list(gguf.rope_factors(path, data, factors))
     gguf.check_types(path, {name: t for name, t in tensors.items() if name not in _MAPS})
+    data = np.asarray(np.memmap(path, mode="r", dtype=np.uint8))
+    rope = tensors.pop(gguf.ROPE_FACTORS, None)
+    factors = None if rope is None else gguf.rope_factors(path, data, rope)
+    block = _block(path, index, factors)
+    raw = layer_config(block, torch.float32) | {
+        "architectures": ["eagle3"],
+        GGUF_LAYERS: index.fields[layers],
+        "target_hidden_size": fields.width(P + "target_hidden_size", block.dim),
+        **{key: fields.flag(P + key) for key in FLAGS},
+    }
+    if factors is not None:
+        raw["rope_freq_factors"] = list(factors)
+    state: State = {}
     for name, tensor in tensors.items():
         if name in _MAPS:
             if tensor.kind not in _INTEGERS or len(tensor.shape) != 1:
@@ -110,9 +109,8 @@ def read_gguf_head(path: Path) -> tuple[dict[str, Any], State]:
             _put(path, state, MAP, ids - torch.arange(len(ids)) if name == MAP else ids)
             continue
         values = gguf.dequantized(data, tensor)
-        n_head, odd = divmod(len(values), raw["head_dim"])
-        is_even = raw["head_dim"] % 2 == 0
-        if name in _PERMUTED and is_even and not odd:  # else the shape is refused later
+        n_head, odd = divmod(len(values), block.head_dim)
+        if name in _PERMUTED and not odd:  # else the shape is refused later
             values = values[rope_order(len(values), n_head)]
         official = NAMES.get(name) or _FORKS.get(name, name)
         _put(path, state, official, values.to(_EXACT.get(tensor.kind, torch.float32)))
@@ -126,62 +124,44 @@ def _put(path: Path, state: State, name: str, tensor: Tensor) -> None:
     state[name] = tensor
 
 
-def _config(path: Path, fields: Fields) -> dict[str, Any]:
-    """Return the fields under the names of a `config.json`. Raises `FasteagleError`."""
-    dim, n_head = fields.width(P + "embedding_length"), fields.width(P + "attention.head_count")
-    head_dim = fields.width(P + "attention.key_length", max(1, dim // n_head))
-    scaling = fields.text(P + "rope.scaling.type", "linear")  # llama.cpp's default
-    if (
-        scaling not in ("none", "linear")
-        or fields.width(P + "rope.dimension_count", head_dim) != head_dim
-        or fields.integer(P + "block_count", 1) != 1
-    ):
-        raise FasteagleError(
-            f"{path}: a head with RoPE scaling {scaling!r}, RoPE on a part of each attention head "
-            "or several blocks does not run here: choose another with --head"
-        )
-    defaults = {"num_key_value_heads": n_head, "head_dim": head_dim, "target_hidden_size": dim}
-    raw: dict[str, Any] = {
-        name: fields.width(P + key, defaults.get(name))
-        for key, name in WIDTHS.items()
-        if name != "vocab_size" or P + key in fields
-    }
-    raw["rms_norm_eps"] = fields.number(P + "attention.layer_norm_rms_epsilon")
-    raw["rope_theta"] = fields.number(P + "rope.freq_base", 10000.0)
-    raw |= {key: fields.flag(P + key) for key in FLAGS}
-    if scaling == "linear":
-        factor = fields.number(P + "rope.scaling.factor", 1.0)
-        if factor != 1:
-            raw["rope_scaling"] = {"rope_type": "linear", "factor": factor}
-    if P + "context_length" in fields:
-        raw["max_position_embeddings"] = fields.integer(P + "context_length")
-    return raw
+def _block(path: Path, index: GGUFIndex, factors: tuple[float, ...] | None) -> ModelConfig:
+    """Return the decoder layer. Raises `FasteagleError` for what does not run here."""
+    fields = Fields(index.fields, str(path))
+    shape = read_layer(index.fields, "eagle3", str(path), factors)
+    if fields.integer(P + "block_count", 1) != 1:
+        raise fields.error(P + "block_count", "1: choose another with --head")
+    size, length = P + "vocab_size", P + "context_length"
+    if size in fields:
+        n_tokens = fields.width(size)
+    elif (embedding := index.tensors.get("token_embd.weight")) is not None:
+        n_tokens = embedding.shape[0]
+    else:
+        n_tokens = _n_tokens(_tokenizer_fields(path))
+    max_seq_len = fields.integer(length) if length in fields else ANY_LENGTH
+    return ModelConfig(**shape, n_layer=1, vocab_size=n_tokens, max_seq_len=max_seq_len)
 
 
 # Writing
 
 
-def write_gguf_head(
-    path: Path, raw: Raw, config: HeadConfig, state: State, tokenizer: Path
-) -> None:
-    """Write a draft head for llama.cpp with the tokenizer of the GGUF file `tokenizer`.
+def write_gguf_head(path: Path, config: HeadConfig, state: State, tokenizer: Path) -> None:
+    """Write an EAGLE-3 head for llama.cpp with the tokenizer of the GGUF file `tokenizer`.
 
-    `raw` is what its config.json would be, `state` are its official tensors. Raises
-    `FasteagleError` for the tokenizer of another model.
+    `state` are its official tensors. Raises `FasteagleError` for the tokenizer of another model.
     """
     from gguf import GGUFWriter  # 0.2 s
 
+    assert config.eagle3 is not None, "see write.check_exportable"
     tokens = _tokenizer_fields(tokenizer)
-    if _n_tokens(tokens) != raw["vocab_size"]:
+    if _n_tokens(tokens) != config.block.vocab_size:
         raise FasteagleError(
             f"{tokenizer}: its tokenizer has {_n_tokens(tokens):,} tokens, the model "
-            f"{raw['vocab_size']:,}: give the target's own GGUF file as --tokenizer-from"
+            f"{config.block.vocab_size:,}: give the target's own GGUF file as --tokenizer-from"
         )
     with replacing(path) as temporary:
         writer = GGUFWriter(temporary, "eagle3")
         writer.add_name(path.stem)
-        _add_fields(writer, raw)
-        writer.add_array(GGUF_LAYERS, list(config.aux_layers))
+        _add_fields(writer, config.block, config.eagle3)
         for key, (kind, value, item) in tokens.items():
             writer.add_key_value(key, value, kind, sub_type=item)
         _add_tensors(writer, config.block, state)
@@ -191,25 +171,27 @@ def write_gguf_head(
         writer.close()
 
 
-def _add_fields(writer: Any, raw: Raw) -> None:
-    """Add the fields of a `config.json` under the keys of llama.cpp."""
-    for key, value in {
-        **{key: raw[name] for key, name in WIDTHS.items()},
-        "block_count": 1,
-        "context_length": raw["max_position_embeddings"],
-        "attention.value_length": raw["head_dim"],
-        "rope.dimension_count": raw["head_dim"],
-    }.items():
-        writer.add_uint32(P + key, value)
-    for key, name in NUMBERS.items():
-        writer.add_float32(P + key, raw[name])
-    for key in FLAGS:
-        if raw[key] or key == "norm_before_residual":  # older versions do not know the other
-            writer.add_bool(P + key, raw[key])
-    scaling = raw["rope_scaling"] or {}
-    if scaling.get("rope_type") == "linear":
+def _add_fields(writer: Any, block: ModelConfig, own: Eagle3Config) -> None:
+    """Add the fields of a draft head."""
+    writer.add_block_count(1)
+    writer.add_context_length(block.max_seq_len)
+    writer.add_vocab_size(block.vocab_size)
+    writer.add_embedding_length(block.dim)
+    writer.add_uint32(P + "target_hidden_size", own.target_dim)
+    writer.add_feed_forward_length(block.ffn_dim)
+    writer.add_head_count(block.n_head)
+    writer.add_head_count_kv(block.n_kv_head)
+    for add in (writer.add_key_length, writer.add_value_length, writer.add_rope_dimension_count):
+        add(block.head_dim)
+    writer.add_layer_norm_rms_eps(block.norm_eps)
+    writer.add_rope_freq_base(block.rope_base)
+    if block.rope_scaling is None and block.rope_linear_factor != 1:
         writer.add_string(P + "rope.scaling.type", "linear")
-        writer.add_float32(P + "rope.scaling.factor", scaling["factor"])
+        writer.add_rope_scaling_factor(block.rope_linear_factor)
+    writer.add_bool(P + "norm_before_residual", own.norm_before_residual)
+    if own.aux_norm == "all":  # older versions do not know the key
+        writer.add_bool(P + "norm_before_fc", True)
+    writer.add_array(GGUF_LAYERS, list(own.aux_layers))
 
 
 def _add_tensors(writer: Any, block: ModelConfig, state: State) -> None:

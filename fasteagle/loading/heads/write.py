@@ -163,7 +163,7 @@ def unsayable(config: HeadConfig, target: ModelConfig, layout: str) -> list[str]
 
 
 def config_json(layout: str, config: HeadConfig, dtype: torch.dtype) -> Config:
-    """Return the `config.json` of a draft head; for "gguf" the input of `write_gguf_head`."""
+    """Return the `config.json` of a draft head."""
     values = _values(config)
     keys = _KEYS["eagle1" if layout == "eagle" and config.eagle3 is None else layout]
     raw = layer_config(config.block, dtype) | {k: values[k] for k in keys if k in values}
@@ -218,11 +218,11 @@ def export_head(
     length = min(shape.max_seq_len, 2**20) or ANY_LENGTH
     block = dataclasses.replace(config.block, max_seq_len=length)
     config = dataclasses.replace(config, block=block)
-    raw = config_json(to, config, state["fc.weight"].dtype)
     if to == "gguf":
         require_writable(out)
-        write_gguf_head(out, raw, config, state, tokenizer or _tokenizer_of(target))
+        write_gguf_head(out, config, state, tokenizer or _tokenizer_of(target))
         return []
+    raw = config_json(to, config, state["fc.weight"].dtype)
     if to == "eagle" and EMBEDDING in state and config.eagle3 is not None:
         raw["target_hidden_size"] = shape.dim  # the official code looks for an embedding then
     if to == "speculators":
