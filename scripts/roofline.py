@@ -234,7 +234,7 @@ def limits(
         for parts in (work.verifying(1), work.verifying(n_rows), cycle)
     )
     return (
-        *(row.label, str(tree or "-"), f"{work.context:,}"),
+        *(str(row), str(tree or "-"), f"{work.context:,}"),
         *(f"{plain:.2f}", f"{verify:.2f} (T={n_rows})"),
         f"{total - verify:.2f}" if drafting else "-",
         f"{sum(part.n_bytes for part in cycle) / 1e6:,.0f}",

@@ -153,7 +153,7 @@ def target():
 @pytest.fixture(scope="session")
 def default_model_path() -> Path:
     """The embedded default model, downloaded if this machine does not have it yet."""
-    return registry.resolve(DEFAULT_MODEL).path
+    return registry.resolve(DEFAULT_MODEL)
 
 
 @pytest.fixture

@@ -49,20 +49,16 @@ class RowSpec:
         if has_sizes:
             form, example = SIZES[kind]
             if not re.fullmatch("/".join([r"[0-9]+"] * len(form.split("/"))), sizes):
-                like = RowSpec(kind, example).label
+                like = RowSpec(kind, example)
                 raise FasteagleError(f"row {name!r}: use {kind}@{form}, like {like}")
             shape = type(example)(*map(int, sizes.split("/")))
         return RowSpec(kind, shape, head or None)
 
-    @property
-    def label(self) -> str:
-        """Name that `parse` reads."""
+    def __str__(self) -> str:
+        """Return the name that `parse` reads."""
         sizes = () if self.shape is None else dataclasses.astuple(self.shape)
         tree = "@" + "/".join(map(str, sizes)) if sizes else ""
         return f"{self.kind}{tree}" + ("" if self.head is None else f"={self.head}")
-
-    def __str__(self) -> str:
-        return self.label
 
     @property
     def is_hf(self) -> bool:

@@ -176,7 +176,7 @@ def build_rows(
         kv = "auto" if spec.has_own_weights else runtime.kv
         rows.append(
             Row(
-                spec.label,
+                str(spec),
                 dense if spec.is_hf else precision,
                 decoder,
                 weight_bytes=Storage(row_scheme, size).pass_bytes(config),

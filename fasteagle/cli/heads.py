@@ -64,11 +64,12 @@ def _print_probes(files: HeadFiles, runtime: Runtime, aux_layers: tuple[int, ...
     results = []
     for result in measure_aux_layers(files, runtime.engine, runtime.tokenizer, aux_layers):
         results.append(result)
-        layers = f"with layers {listed(result.aux_layers)}" if result.aux_layers else "acceptance"
-        click.echo(f"  {layers}: {result.accepted:.2f} drafted tokens accepted a pass")
-    best = max(results, key=lambda result: result.accepted)
+        layers, accepted = result
+        what = f"with layers {listed(layers)}" if layers else "acceptance"
+        click.echo(f"  {what}: {accepted:.2f} drafted tokens accepted a pass")
+    best = max(results, key=lambda result: result[1])
     if best is not results[0]:
-        click.echo(f"  better: --tap-layers {','.join(map(str, best.aux_layers))}")
+        click.echo(f"  better: --tap-layers {','.join(map(str, best[0]))}")
     elif len(results) > 1:
         click.echo("  best as read")
 
@@ -89,7 +90,7 @@ def run_export_head(head: str, out: Path, options: ExportOptions) -> None:
 
 
 def _export_target(model: str) -> HeadTarget:
-    source = registry.resolve(model)
+    path = registry.resolve(model)
     entry = registry.REGISTRY.get(model)
     name = entry.repo if entry is not None and entry.repo else model
-    return HeadTarget(name, open_checkpoint(source.path))
+    return HeadTarget(name, open_checkpoint(path))

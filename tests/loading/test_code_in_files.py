@@ -114,7 +114,7 @@ def test_a_pickle_in_place_of_a_model_or_a_head(tmp_path, name):
         path.write_bytes(pickle.dumps(Executes()))
     for path in (tmp_path / name, tmp_path / "folder"):
         for read in (
-            lambda p: open_checkpoint(resolve(str(p)).path),
+            lambda p: open_checkpoint(resolve(str(p))),
             lambda p: named_head(str(p)).loaded(config),
         ):
             with pytest.raises(FasteagleError) as caught:

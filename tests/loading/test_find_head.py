@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from fasteagle.errors import FasteagleError
 from fasteagle.loading import registry
@@ -25,7 +26,7 @@ def empty_head(folder: Path) -> Path:
     """Write what is enough for the search to take `folder` for a draft head's."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
-    (folder / "pytorch_model.bin").write_bytes(b"x")
+    save_file({}, folder / "model.safetensors")
     return folder
 
 

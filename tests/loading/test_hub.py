@@ -33,7 +33,7 @@ def response(status: int) -> SimpleNamespace:
 def test_a_downloaded_repository_is_found_offline(hub_cache, tiny_dir, revision):
     snapshot = put_in_cache(hub_cache, tiny_dir)
     assert hub.fetch_repo(REPO, revision) == snapshot
-    assert registry.resolve(REPO).path == snapshot
+    assert registry.resolve(REPO) == snapshot
 
 
 def test_another_commit_in_the_cache_is_not_taken(hub_cache, tiny_dir, monkeypatch):

@@ -16,8 +16,7 @@ def test_registry_names_find_their_pinned_commit_in_the_cache(hub_cache, tiny_di
     pinned = entry.revision is not None
     revision = entry.revision or REVISION
     snapshot = put_in_cache(hub_cache, tiny_dir, entry.repo, revision, is_newest=not pinned)
-    source = registry.resolve(name)
-    assert source.path == snapshot and source.template == entry.template
+    assert registry.resolve(name) == snapshot
     assert registry.local_path(name) == snapshot
 
 
@@ -65,7 +64,7 @@ def test_a_folder_with_one_gguf_file_is_that_file(tmp_path):
     """As `hf download` leaves it; a folder with weights of its own stays a folder."""
     for name in ("README.md", "config.json", "mmproj-f16.gguf", "x-Q4_0.gguf"):
         (tmp_path / name).write_bytes(b"GGUF")
-    assert registry.resolve(str(tmp_path)).path == tmp_path / "x-Q4_0.gguf"
+    assert registry.resolve(str(tmp_path)) == tmp_path / "x-Q4_0.gguf"
     (tmp_path / "x-Q8_0.gguf").write_bytes(b"GGUF")
     with pytest.raises(FasteagleError) as caught:
         registry.resolve(str(tmp_path))
@@ -73,7 +72,7 @@ def test_a_folder_with_one_gguf_file_is_that_file(tmp_path):
         f"{tmp_path} holds 2 models, give one as --model: x-Q4_0.gguf, x-Q8_0.gguf"
     )
     (tmp_path / "model.safetensors").write_bytes(b"")
-    assert registry.resolve(str(tmp_path)).path == tmp_path
+    assert registry.resolve(str(tmp_path)) == tmp_path
 
 
 def test_an_unknown_shape_is_refused_with_similar_names():
@@ -84,4 +83,4 @@ def test_an_unknown_shape_is_refused_with_similar_names():
 def test_a_path_may_begin_with_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
-    assert registry.resolve("~/m.gguf").path == tmp_path / "m.gguf"
+    assert registry.resolve("~/m.gguf") == tmp_path / "m.gguf"

@@ -141,28 +141,23 @@ def _rope(source: HeadSource, block: ModelConfig) -> str:
 # Which auxiliary layers are right
 
 
-@dataclasses.dataclass(frozen=True)
-class Probe:
-    """Mean number of drafted tokens that a pass accepts with these layers (none for EAGLE-1/2)."""
-
-    aux_layers: tuple[int, ...]
-    accepted: float
-
-
 def measure_aux_layers(
     files: HeadFiles,
     engine: Engine,
     tokenizer: ChatTokenizer,
     aux_layers: tuple[int, ...] | None = None,
-) -> Iterator[Probe]:
-    """Measure greedy acceptance with the layers as read, one block lower, and one block higher."""
+) -> Iterator[tuple[tuple[int, ...], float]]:
+    """Measure greedy acceptance with the layers as read, one block lower, and one block higher.
+
+    Yields layers (none for EAGLE-1/2), and the mean number of drafted tokens that a pass accepts.
+    """
     config = engine.model.config
     layers = open_head(files.path).fitted(config, aux_layers).aux_layers
-    yield Probe(layers, _accepted(files, engine, tokenizer, aux_layers))
+    yield layers, _accepted(files, engine, tokenizer, aux_layers)
     for shift in (-1, 1) if layers else ():
         moved = tuple(layer + shift for layer in layers)
         if moved[0] >= 0 and moved[-1] <= config.n_layer:
-            yield Probe(moved, _accepted(files, engine, tokenizer, moved))
+            yield moved, _accepted(files, engine, tokenizer, moved)
 
 
 def _accepted(

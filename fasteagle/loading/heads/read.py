@@ -283,8 +283,7 @@ def _read_state(folder: Path) -> tuple[State, Header | None]:
     """Read the tensors of a folder, with the list `freq_*.pt` of FR-Spec as their map."""
     safe, pickled, header = folder / "model.safetensors", folder / "pytorch_model.bin", None
     if safe.exists():
-        header = _header(open_safetensors(safe).metadata() or {}, f"{safe}: its header")
-        state = mapped_tensors(safe)
+        header, state = read_header(folder), mapped_tensors(safe)
     elif pickled.exists():
         state = unpickled_tensors(pickled)
     else:
@@ -313,16 +312,12 @@ def _token_ids(path: Path) -> Tensor:
 
 
 def read_header(folder: Path) -> Header | None:
-    """Read the JSON header of a head of our own, None for others; reads no tensor."""
-    try:
-        with open_safetensors(folder / "model.safetensors") as file:
-            return _header(file.metadata() or {}, f"{folder}: its header")
-    except FasteagleError:
-        return None
+    """Read the JSON header of a head of our own, None for others; reads no tensor.
 
-
-def _header(metadata: dict[str, str], where: str) -> Header | None:
-    """Return the header in a file's metadata, None without one. Raises `FasteagleError`."""
+    Raises `FasteagleError` for a damaged one.
+    """
+    file = folder / "model.safetensors"
+    metadata, where = open_safetensors(file).metadata() or {}, f"{file}: its header"
     if HEADER_KEY not in metadata:
         return None
     try:
