@@ -18,7 +18,7 @@ from fasteagle.device import short_of_memory, unless_short
 from fasteagle.drafting.base import Drafter, Tuning
 from fasteagle.drafting.draft_model import ModelDrafter
 from fasteagle.drafting.eagle import EagleDrafter
-from fasteagle.drafting.ladder import NGRAM_RANKS, ranks_of
+from fasteagle.drafting.ladder import NGRAM_RANKS, Ranks, ranks_of
 from fasteagle.drafting.lookup import Corpus, Lookup
 from fasteagle.drafting.ngram import NGRAM_TOKENS, NgramDrafter
 from fasteagle.drafting.policy import MAX_CHAIN, REACH
@@ -202,7 +202,7 @@ class Drafting:
                 f"lookup: {counted(len(corpus), 'token')} of files, {corpus.n_bytes / 1e6:.1f} MB"
             )
         if options.drafter == "ngram":
-            return _ngram(engine, checkpoint, options, corpus)
+            return self._ngram(engine, checkpoint, corpus)
         identity = fingerprint(checkpoint)
         head = self.head
         try:
@@ -215,13 +215,54 @@ class Drafting:
             notify(f"warning: {error}")  # the answer does not depend on it
         if head is not None:
             _tell_mismatch(head, name, identity, checkpoint, notify)
-            return _eagle(engine, checkpoint, options, head, identity, notify, corpus, self.strict)
+            return self._eagle(engine, checkpoint, head, identity, notify, corpus)
         if options.drafter != "auto":
             raise _no_head(name)
         notify("no draft head for this model: guessing from the context (n-grams) instead")
         if not options.auto_chain:  # a size of the tree is set
             notify("warning: the --tree options do nothing without a draft head")
-        return _ngram(engine, checkpoint, options, corpus)
+        return self._ngram(engine, checkpoint, corpus)
+
+    def _eagle(
+        self,
+        engine: Engine,
+        checkpoint: Checkpoint,
+        loaded: LoadedHead,
+        identity: str,
+        notify: Callable[[str], None],
+        corpus: Corpus | None,
+    ) -> Drafter:
+        """Return the drafter of the draft head `loaded`, quantized where its target is."""
+        options, scheme, head = self.options, checkpoint.scheme, loaded.head
+        head.requires_grad_(False)
+        head.borrow(engine.model, engine.max_seq_len)
+        if scheme is not None:
+            quantize_head_(head, scheme, has_native(engine.model))
+        prove_drafting(engine.backend, head, self.strict)
+        quantized_on_cpu = scheme is not None and engine.on_cpu
+        native = drafts_chains(engine.backend)
+        if engine.backend.merges_lookup and options.auto_tree and options.drafter == "auto":
+            options = dataclasses.replace(options, drafter="fused")
+        drafter = tree_drafter(head, options, engine.max_seq_len, quantized_on_cpu, corpus, native)
+        is_chain = isinstance(drafter.shape, GatedChain)
+        if (options.auto_tree or is_chain) and isinstance(drafter, EagleDrafter):
+            ranks = ranks_of(loaded.header)
+            drafter.tuning = _tuning(drafter, engine, checkpoint, identity, ranks, loaded.digest)
+        size = f"chains of {drafter.shape}" if is_chain else counted(drafter.shape.nodes, "node")
+        notify(f"draft head {loaded.origin}: {drafter.name}, {size}")
+        return drafter
+
+    def _ngram(self, engine: Engine, checkpoint: Checkpoint, corpus: Corpus | None) -> NgramDrafter:
+        native, reach = drafts_chains(engine.backend), self.options.lookup_depth
+        lookup = Lookup(corpus=corpus, device=engine.device)
+        drafter = NgramDrafter(NGRAM_TOKENS if reach is None else reach, lookup)
+        if native:
+            drafter.shape = _looked_up_chain(reach)
+        # The fingerprint of random weights would generate all of them.
+        if (self.options.auto_tree or native) and not isinstance(checkpoint, DummyCheckpoint):
+            identity = fingerprint(checkpoint)
+            drafter.tuning = _tuning(drafter, engine, checkpoint, identity, NGRAM_RANKS)
+        return drafter
 
 
 def _no_head(name: str) -> FasteagleError:
@@ -231,70 +272,19 @@ def _no_head(name: str) -> FasteagleError:
     )
 
 
-def _eagle(
-    engine: Engine,
-    checkpoint: Checkpoint,
-    options: DraftOptions,
-    loaded: LoadedHead,
-    identity: str,
-    notify: Callable[[str], None],
-    corpus: Corpus | None,
-    strict: bool,
-) -> Drafter:
-    """Return the drafter of the draft head `loaded`, quantized where its target is."""
-    scheme, head = checkpoint.scheme, loaded.head
-    head.requires_grad_(False)
-    head.borrow(engine.model, engine.max_seq_len)
-    if scheme is not None:
-        quantize_head_(head, scheme, has_native(engine.model))
-    prove_drafting(engine.backend, head, strict)
-    quantized_on_cpu = scheme is not None and engine.on_cpu
-    native = drafts_chains(engine.backend)
-    if engine.backend.merges_lookup and options.auto_tree and options.drafter == "auto":
-        options = dataclasses.replace(options, drafter="fused")
-    drafter = tree_drafter(head, options, engine.max_seq_len, quantized_on_cpu, corpus, native)
-    is_chain = isinstance(drafter.shape, GatedChain)
-    if (options.auto_tree or is_chain) and isinstance(drafter, EagleDrafter):
-        searches = corpus is not None and drafter.lookup is not None
-        path = _costs_path(drafter, searches, engine, checkpoint, identity, loaded.digest)
-        drafter.tuning = Tuning(path, ranks_of(loaded.header), loaded.digest, searches)
-    size = f"chains of {drafter.shape}" if is_chain else counted(drafter.shape.nodes, "node")
-    notify(f"draft head {loaded.origin}: {drafter.name}, {size}")
-    return drafter
-
-
-def _ngram(
-    engine: Engine, checkpoint: Checkpoint, options: DraftOptions, corpus: Corpus | None
-) -> NgramDrafter:
-    native, reach = drafts_chains(engine.backend), options.lookup_depth
-    lookup = Lookup(corpus=corpus, device=engine.device)
-    drafter = NgramDrafter(NGRAM_TOKENS if reach is None else reach, lookup)
-    if native:
-        drafter.shape = _looked_up_chain(reach)
-    # The fingerprint of random weights would generate all of them.
-    if (options.auto_tree or native) and not isinstance(checkpoint, DummyCheckpoint):
-        searches = corpus is not None
-        path = _costs_path(drafter, searches, engine, checkpoint, fingerprint(checkpoint))
-        drafter.tuning = Tuning(path, NGRAM_RANKS, corpus=searches)
-    return drafter
-
-
 def _looked_up_chain(reach: int | None) -> GatedChain:
     return GatedChain(REACH if reach is None else min(reach, MAX_CHAIN))
 
 
-def _costs_path(
+def _tuning(
     drafter: Drafter,
-    searches: bool,
     engine: Engine,
     checkpoint: Checkpoint,
     identity: str,
+    ranks: Ranks,
     digest: str = "",
-) -> Path:
-    """Return the file of costs of a drafter, with or without texts that it `searches`.
-
-    `identity` is the target's fingerprint, `digest` the draft head's.
-    """
+) -> Tuning:
+    """Return what the tuner needs, `identity` the target's fingerprint, `digest` the head's."""
     precision = str(engine.dtype).removeprefix("torch.")
     if checkpoint.scheme is not None:
         precision = checkpoint.scheme.name + ("-native" if has_native(engine.model) else "")
@@ -302,8 +292,10 @@ def _costs_path(
     if isinstance(drafter.shape, GatedChain):
         shape = "chain" if depth in (LONGEST, REACH) else f"chain{depth}"
     kind = drafter.name.removesuffix("-chain")
+    searches = drafter.lookup is not None and drafter.lookup.corpus is not None
     parts = (kind, shape, "corpus" if searches else "", digest[:12])
-    return costs_path(identity, precision, "-".join(part for part in parts if part))
+    path = costs_path(identity, precision, "-".join(part for part in parts if part))
+    return Tuning(path, ranks, digest, searches)
 
 
 def _tell_mismatch(
