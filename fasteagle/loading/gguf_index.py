@@ -12,7 +12,7 @@ import math
 import mmap
 import struct
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from fasteagle.errors import FasteagleError
 from fasteagle.paths import require_readable
@@ -74,14 +74,6 @@ def read_index(path: Path) -> GGUFIndex:
     return index
 
 
-class _Info(NamedTuple):
-    """Index entry of a tensor; `offset` counts from the aligned end of the index."""
-
-    shape: tuple[int, ...]
-    type_id: int
-    offset: int
-
-
 class _Reader:
     """Reader of values one after the other, from the position `_at` on."""
 
@@ -100,18 +92,18 @@ class _Reader:
         n_tensors = self._count("tensors", _MIN_TENSOR)
         n_fields = self._count("metadata fields", _MIN_FIELD)
         fields = dict(self._field() for _ in range(n_fields))
-        infos = dict(self._info() for _ in range(n_tensors))
-        if len(fields) < n_fields or len(infos) < n_tensors:
+        listed = dict(self._tensor() for _ in range(n_tensors))
+        if len(fields) < n_fields or len(listed) < n_tensors:
             raise self._damaged("a name that is there twice")
         alignment = fields.get("general.alignment", 32)
         if type(alignment) is not int or alignment < 1:
             raise self._damaged(f"general.alignment {alignment}")
         start, place, tensors = _aligned(self._at, alignment), 0, {}
-        for name, info in infos.items():
-            if info.offset != place:  # llama.cpp writes them one after another
-                raise self._damaged(f"{name} at {info.offset:,} instead of {place:,}")
-            tensors[name] = self._tensor(name, start, info)
-            place += _aligned(tensors[name].n_bytes, alignment)
+        for name, tensor in listed.items():
+            if tensor.offset != place:  # llama.cpp writes them one after another
+                raise self._damaged(f"{name} at {tensor.offset:,} instead of {place:,}")
+            tensors[name] = dataclasses.replace(tensor, offset=start + place)
+            place += _aligned(tensor.n_bytes, alignment)
         return GGUFIndex(fields, tensors)
 
     def _field(self) -> tuple[str, Any]:
@@ -150,30 +142,28 @@ class _Reader:
             raise self._ends() from None
         self._skip(at - self._at)
 
-    def _info(self) -> tuple[str, _Info]:
-        """Return a tensor's name and its index entry."""
+    def _tensor(self) -> tuple[str, GGUFTensor]:
+        """Return a tensor's name and place, counted from the aligned end of the index."""
+        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType  # 0.2 s
+
         name = self._text()
         n_dims = self._number("<I")
         if not 1 <= n_dims <= 4:
             raise self._damaged(f"{name} with {n_dims:,} dimensions")
         shape = tuple(reversed([self._number("<Q") for _ in range(n_dims)]))
-        return name, _Info(shape, self._number("<I"), self._number("<Q"))
-
-    def _tensor(self, name: str, start: int, info: _Info) -> GGUFTensor:
-        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType  # 0.2 s
-
+        type_id, offset = self._number("<I"), self._number("<Q")
         try:
-            kind = GGMLQuantizationType(info.type_id)
+            kind = GGMLQuantizationType(type_id)
         except ValueError:
             raise FasteagleError(
-                f"{self._path}: tensor {name} has type {info.type_id}, which this fasteagle does "
+                f"{self._path}: tensor {name} has type {type_id}, which this fasteagle does "
                 "not know: use another file"
             ) from None
         block, block_bytes = GGML_QUANT_SIZES[kind]
-        n = math.prod(info.shape)
-        if n == 0 or info.shape[-1] % block:
-            raise self._damaged(f"{name} of shape {info.shape} in blocks of {block}")
-        return GGUFTensor(kind.name, info.shape, start + info.offset, n // block * block_bytes)
+        n = math.prod(shape)
+        if n == 0 or shape[-1] % block:
+            raise self._damaged(f"{name} of shape {shape} in blocks of {block}")
+        return name, GGUFTensor(kind.name, shape, offset, n // block * block_bytes)
 
     def _number(self, form: str) -> Any:
         at = self._at
