@@ -100,7 +100,6 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def brief_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every report of the benchmark measures this machine's memory, and many a chat its passes."""
-    monkeypatch.setattr(measure, "REPEATS", 1)
     monkeypatch.setattr(measure, "SECONDS", 0.0)
     monkeypatch.setattr(measurement, "MOST_ROUNDS", 1)
 

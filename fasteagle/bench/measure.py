@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import resource
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,8 +19,7 @@ from fasteagle.errors import counted
 
 READ_BYTES = 2**28  # far more than a last-level cache holds
 COPY_BYTES = 2**30
-REPEATS, SECONDS = 5, 0.25  # of each measurement, at least
-MOST_SECONDS = 1.0  # after which fewer repeats are enough
+SECONDS = 0.25  # of each measurement, at least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +49,7 @@ def read_bandwidth(n_bytes: int = READ_BYTES) -> float:
     free = available_bytes("cpu")
     n_bytes = n_bytes if free is None else min(n_bytes, free // 4)
     data = torch.ones(max(1, n_bytes // 4))
-    return data.nbytes / _best_seconds(data.sum, torch.device("cpu")) / 1e9
+    return data.nbytes / _best_seconds(data.sum) / 1e9
 
 
 def copy_bandwidth(device: torch.device, n_bytes: int = COPY_BYTES) -> float:
@@ -60,23 +58,16 @@ def copy_bandwidth(device: torch.device, n_bytes: int = COPY_BYTES) -> float:
     n_bytes = n_bytes if free is None else min(n_bytes, free // 4)
     source = torch.zeros(n_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / _best_seconds(lambda: target.copy_(source), device) / 1e9
+    return 2 * source.nbytes / _best_seconds(lambda: target.copy_(source)) / 1e9
 
 
-def _best_seconds(work: Callable[[], object], device: torch.device) -> float:
-    times: list[float] = []
-    while sum(times) < SECONDS or (len(times) < REPEATS and sum(times) < MOST_SECONDS):
-        _wait(device)
-        begin = time.perf_counter()
-        work()
-        _wait(device)
-        times.append(time.perf_counter() - begin)
-    return min(times)
+def _best_seconds(work: Callable[[], object]) -> float:
+    """Return the time of the fastest run; the timer warms up, and waits for a GPU."""
+    from torch.utils.benchmark import Timer  # 0.4 s
 
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    threads = torch.get_num_threads()
+    timer = Timer("work()", globals={"work": work}, num_threads=threads)
+    return min(timer.blocked_autorange(min_run_time=SECONDS).times)
 
 
 def peak_meter(device: torch.device) -> tuple[Callable[[], None], Callable[[], int]]:

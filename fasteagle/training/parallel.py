@@ -15,8 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fasteagle.errors import FasteagleError
-
 T = TypeVar("T")
 LONGEST_WAIT = datetime.timedelta(days=7)  # the others wait while the first one writes text
 
@@ -61,19 +59,12 @@ ALONE = Ranks()
 
 
 def join() -> Ranks:
-    """Return the processes that `torchrun` has started, by its environment; else this one alone."""
-    size = os.environ.get("WORLD_SIZE") or "1"
-    if size == "1":
+    """Return the processes that `torchrun` has started, else this one alone."""
+    if not dist.is_torchelastic_launched():
         return ALONE
-    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing or not size.isdigit():
-        raise FasteagleError(
-            f"WORLD_SIZE is {size} in the environment, but this is no process of torchrun: start "
-            "it with torchrun, or unset WORLD_SIZE"
-        )
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, timeout=LONGEST_WAIT)
-    return Ranks(dist.get_rank(), int(size))
+    return Ranks(dist.get_rank(), dist.get_world_size())
 
 
 def local_device() -> str | None:

@@ -266,13 +266,6 @@ def test_what_is_there_is_not_written_over(tiny_dir, text_file, tmp_path, no_com
     assert done.exit_code == 0 and "nothing to continue in" in done.stderr
 
 
-@pytest.mark.parametrize("size", ["2", "x"])
-def test_a_size_of_the_world_without_torchrun(tiny_dir, text_file, tmp_path, monkeypatch, size):
-    monkeypatch.setenv("WORLD_SIZE", size)
-    refused = invoke(*command(tiny_dir, text_file, tmp_path / "out", "--steps", 1))
-    assert refused.exit_code == 2 and "or unset WORLD_SIZE" in refused.stderr
-
-
 def test_conversations_shorter_than_the_steps_ahead(tiny_dir, tmp_path, no_compiler):
     text = tmp_path / "short.jsonl"
     line = {"ids": [5, 6, 7, 8], "prompt_len": 1, "T": 0}
