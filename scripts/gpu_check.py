@@ -163,14 +163,10 @@ def earlier(path: Path, dry_run: bool) -> list[dict[str, Any]]:
     """Return the stages of an earlier record; raise `FasteagleError` where it cannot go on."""
     if not path.exists():
         return []
-    try:
-        before = json.loads(path.read_text("utf-8"))
-        was_dry, entries = before["meta"]["dry_run"], list(before["stages"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise FasteagleError(f"{path} is no record of this check ({error!r})") from error
-    if was_dry != dry_run:
+    before = json.loads(path.read_text("utf-8"))
+    if before["meta"]["dry_run"] != dry_run:
         raise FasteagleError(f"{path} is of another kind of run: give another --out")
-    return entries
+    return list(before["stages"])
 
 
 def record(entries: Sequence[dict[str, Any]], dry_run: bool) -> dict[str, Any]:

@@ -35,32 +35,21 @@ RENAME = (
 )
 
 
-class Documents:
-    """Texts of exactly `n_tokens` tokens each."""
-
-    def __init__(self, tokenizer: ChatTokenizer, n_tokens: int) -> None:
-        self._tokenizer, self._n_tokens = tokenizer, n_tokens
-
-    def chapters(self) -> list[str]:
-        return self._cut([topics[name] for name in sorted(topics)])
-
-    def modules(self) -> list[str]:
-        folder = Path(sysconfig.get_paths()["stdlib"])
-        return self._cut([(folder / f"{name}.py").read_text("utf-8") for name in MODULES.split()])
-
-    def _cut(self, texts: list[str]) -> list[str]:
-        ids = [self._tokenizer.encode(text) for text in texts]
-        long = [
-            self._tokenizer.decode(i[: self._n_tokens]) for i in ids if len(i) >= self._n_tokens
-        ]
-        if not long:
-            raise FasteagleError(f"no document has {self._n_tokens:,} tokens: ask for fewer")
-        return long
+def documents(texts: list[str], tokenizer: ChatTokenizer, n_tokens: int) -> list[str]:
+    """Return the first `n_tokens` tokens of each text that has so many."""
+    ids = [tokenizer.encode(text) for text in texts]
+    long = [tokenizer.decode(own[:n_tokens]) for own in ids if len(own) >= n_tokens]
+    if not long:
+        raise FasteagleError(f"no document has {n_tokens:,} tokens: ask for fewer")
+    return long
 
 
-def questions(documents: Documents) -> Iterator[str]:
-    """Yield questions without end, the three kinds in turn."""
-    chapters, modules = cycle(documents.chapters()), cycle(documents.modules())
+def questions(tokenizer: ChatTokenizer, n_tokens: int) -> Iterator[str]:
+    """Yield questions about documents of `n_tokens` tokens without end, the kinds in turn."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    code = [(folder / f"{name}.py").read_text("utf-8") for name in MODULES.split()]
+    chapters = cycle(documents([topics[name] for name in sorted(topics)], tokenizer, n_tokens))
+    modules = cycle(documents(code, tokenizer, n_tokens))
     for chapter, other, module in zip(chapters, chapters, modules, strict=False):
         yield SUMMARIZE.format(text=chapter)
         yield QUOTE.format(text=other, words=_middle_words(other))
@@ -100,7 +89,7 @@ def _argument(code: str) -> str:
 def main(model: str, n_tokens: int, count: int, out: Path) -> None:
     require_writable(out)
     tokenizer = open_model(model, RuntimeOptions()).tokenizer
-    texts = list(islice(questions(Documents(tokenizer, n_tokens)), count))
+    texts = list(islice(questions(tokenizer, n_tokens), count))
     out.write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in texts), "utf-8")
     lengths = [len(tokenizer.encode(text)) for text in texts]
     what = counted(len(texts), "question")

@@ -6,7 +6,6 @@ Needs no torch, so that `fasteagle models` answers at once.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 from fasteagle.config import ModelConfig
@@ -53,7 +52,8 @@ def _model_file(path: Path) -> Path:
 
     Raises `FasteagleError` where there are several.
     """
-    if path.is_file() or ((path / "config.json").exists() and any(_weights(path))):
+    weights = (*path.glob("*.safetensors"), *path.glob("pytorch_model*.bin"))
+    if path.is_file() or ((path / "config.json").exists() and weights):
         return path
     # A projector of images beside the model is no model.
     models = sorted(file for file in path.glob("*.gguf") if not file.name.startswith("mmproj"))
@@ -61,11 +61,6 @@ def _model_file(path: Path) -> Path:
         names = ", ".join(file.name for file in models)
         raise FasteagleError(f"{path} holds {len(models)} models, give one as --model: {names}")
     return models[0] if models else path
-
-
-def _weights(folder: Path) -> Iterator[Path]:
-    for pattern in ("*.safetensors", "pytorch_model*.bin"):
-        yield from folder.glob(pattern)
 
 
 def _resolve_entry(name: str, entry: Entry) -> Path:

@@ -14,7 +14,7 @@ import math
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -32,7 +32,6 @@ from fasteagle.quant.scheme import Scheme, grouped_bytes
 
 DTYPES_BELOW_A_BYTE = ("F4", "F6_E2M3", "F6_E3M2")
 MOST_NAME = 255  # bytes of a file's name on every file system
-AnyCheckpoint = TypeVar("AnyCheckpoint", bound="Checkpoint")
 
 
 class Checkpoint(abc.ABC):
@@ -78,7 +77,7 @@ class Checkpoint(abc.ABC):
         """Return the order [K] of a weight's inputs (act-order), None for the model's order."""
         return None
 
-    def run_in(self: AnyCheckpoint, scheme: Scheme) -> AnyCheckpoint:
+    def run_in(self, scheme: Scheme) -> Self:
         """Return a copy of the checkpoint whose block linears run in `scheme`.
 
         Its tensors, and so its fingerprint, stay as they are.
