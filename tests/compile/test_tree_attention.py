@@ -171,13 +171,11 @@ def test_prompts_do_without_the_kernels_of_cudnn(monkeypatch):
     assert used == [False, False] and torch.backends.cuda.cudnn_sdp_enabled() == before
 
 
-def test_shapes_are_checked_while_tracing():
+def test_the_result_while_tracing_has_the_shape_of_the_queries():
     p = problem(7, 20)
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
         q, k, v, *view = (mode.from_tensor(t) for t in (*p[:3], *p.view[:3]))
         assert tree_attention(q, k, v, *view).shape == q.shape
-        with pytest.raises(AssertionError, match="T tree rows"):
-            tree_attention(q[:, :6], k, v, *view)
 
 
 @pytest.mark.parametrize(
