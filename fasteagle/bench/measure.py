@@ -58,7 +58,8 @@ def copy_bandwidth(device: torch.device, n_bytes: int = COPY_BYTES) -> float:
     n_bytes = n_bytes if free is None else min(n_bytes, free // 4)
     source = torch.zeros(n_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / _best_seconds(lambda: target.copy_(source)) / 1e9
+    with torch.cuda.device_of(source):  # for which the timer waits
+        return 2 * source.nbytes / _best_seconds(lambda: target.copy_(source)) / 1e9
 
 
 def _best_seconds(work: Callable[[], object]) -> float:
