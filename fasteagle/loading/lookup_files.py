@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from fasteagle.config_fields import text_of
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.tokenizer import ChatTokenizer
 
@@ -24,49 +24,22 @@ def read_documents(
     documents: list[list[int]] = []
     left = MAX_BYTES
     for path in paths:
-        text, used, size = _read(path, left)
-        left -= used
-        if used < size:
+        text = text_of(path).removeprefix("\ufeff")
+        if not text.strip():
+            raise FasteagleError(f"lookup file {path} is empty: leave it out")
+        if "\0" in text:
+            raise FasteagleError(f"lookup file {path} is no text (byte 0x00): give text or code")
+        data = text.encode()
+        if len(data) > left:
             notify(
-                f"warning: lookup file {path}: only the first {used / MiB:.1f} of "
-                f"{size / MiB:.1f} MiB are used ({MAX_BYTES // MiB} MiB of all files): "
+                f"warning: lookup file {path}: only the first {left / MiB:.1f} of "
+                f"{len(data) / MiB:.1f} MiB are used ({MAX_BYTES // MiB} MiB of all files): "
                 "give the parts that will be quoted"
             )
+            text = data[:left].decode(errors="ignore")  # without half a character at the end
+        left = max(0, left - len(data))
         documents.append([token for piece in _pieces(text) for token in tokenizer.encode(piece)])
     return documents
-
-
-def _read(path: Path, limit: int) -> tuple[str, int, int]:
-    """Return the text of at most `limit` bytes, their number, and the size of the file."""
-    try:
-        if path.is_dir():
-            raise FasteagleError(f"lookup file {path} is a folder: name its files")
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            raw = file.read(limit)
-    except OSError as error:
-        raise FasteagleError(
-            f"lookup file {path}: {(error.strerror or 'cannot be read').lower()}"
-        ) from error
-    size = max(size, len(raw))  # a pipe has none
-    text = _decoded(raw, path, whole=len(raw) == size)
-    if not text.strip() and limit:
-        raise FasteagleError(f"lookup file {path} is empty: leave it out")
-    return text, len(raw), size
-
-
-def _decoded(raw: bytes, path: Path, whole: bool) -> str:
-    """Decode UTF-8; leave out a character that is cut off at the end of a part of a file."""
-    bad = raw.find(b"\0")
-    try:
-        if bad < 0:
-            return codecs.getincrementaldecoder("utf-8-sig")().decode(raw, whole)
-    except UnicodeDecodeError as error:
-        bad = error.start
-    raise FasteagleError(
-        f"lookup file {path} is no UTF-8 text (byte 0x{raw[bad]:02x} at offset {bad}): "
-        "give text or code"
-    )
 
 
 def _pieces(text: str) -> Iterator[str]:

@@ -50,10 +50,10 @@ def test_a_huge_file_is_used_in_part_and_that_is_said(tmp_path, tokenizer, monke
     ("content", "message"),
     [
         (b" \n\t ", "is empty: leave it out"),
-        (b"text\0more", "no UTF-8 text \\(byte 0x00 at offset 4\\): give text or code"),
+        (b"text\0more", "is no text \\(byte 0x00\\): give text or code"),
         (b"\x7fELF\x02\x01", None),
-        (b"caf\xe9 au lait", "byte 0xe9 at offset 3"),
-        (b"caf\xc3", "byte 0xc3 at offset 3"),
+        (b"caf\xe9 au lait", "cannot read .*: it is not UTF-8"),
+        (b"caf\xc3", "cannot read .*: it is not UTF-8"),
     ],
 )
 def test_what_is_no_text_costs_one_line(tmp_path, tokenizer, content, message):
@@ -68,9 +68,9 @@ def test_what_is_no_text_costs_one_line(tmp_path, tokenizer, content, message):
 
 
 def test_what_is_not_there(tmp_path, tokenizer):
-    with pytest.raises(FasteagleError, match="nowhere.txt: no such file"):
+    with pytest.raises(FasteagleError, match="nowhere.txt: No such file"):
         read_documents([tmp_path / "nowhere.txt"], tokenizer, silent)
-    with pytest.raises(FasteagleError, match="is a folder: name its files"):
+    with pytest.raises(FasteagleError, match="Is a directory"):
         read_documents([tmp_path], tokenizer, silent)
 
 
