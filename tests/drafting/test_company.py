@@ -294,6 +294,27 @@ def test_a_size_is_in_use_for_some_drafted_passes():
     assert own.size == usual
 
 
+@pytest.mark.parametrize(("gain", "changes"), [(1.02, False), (1.05, True)])
+def test_another_size_must_promise_three_percent(gain, changes):
+    policy = policy_of(CARD, *SIZES)
+    own = Sharing(2, policy)
+    own.size, own.speeds = SIZES[0], {shape: Speed(2, 2.0, 8.0) for shape in SIZES}
+    own.speeds[SIZES[1]] = Speed(2, 2.0, 8.0 / gain)
+    for _ in range(EVERY):
+        Company()._choose_size(policy, own, True)
+    assert (own.size == SIZES[1]) == changes
+
+
+def test_passes_before_a_rest_count_little_after_it():
+    """Neither their tokens nor their time."""
+    speed = Speed(2)
+    for accepted, ms, n in ((1, 9.0, 100), (3, 5.0, 16)):
+        speed.forget()
+        for _ in range(n):
+            speed.add(accepted, ms)
+    assert speed.mean() > 0.55  # 0.33 before it, 1.0 now; else 0.50
+
+
 def test_a_block_of_plain_passes_is_short_where_drafting_is_clearly_faster():
     """It goes on while sequences draft that were ahead of it."""
     company = Company()

@@ -8,20 +8,12 @@ import pytest
 
 from fasteagle.drafting.costs import Costs
 from fasteagle.drafting.ladder import NGRAM_RANKS, ranks_of
-from fasteagle.drafting.pauses import (
-    BLOCK,
-    FEWEST,
-    FIRST_PAUSE,
-    LONGEST_BLOCK,
-    LONGEST_PAUSE,
-    SETTLED,
-    Pauses,
-)
+from fasteagle.drafting.pauses import BLOCK
 from fasteagle.drafting.policy import LOOKED_UP, LOOKED_UP_ROW, REACH, Outcome, Policy, name
 from fasteagle.drafting.thresholds import Honesty, Thresholds
 from fasteagle.shapes import FusedShape, GatedChain, TreeShape
 from helpers import costs
-from simulated_machine import CHAIN, QUIET, SLOW, Machine, SharedCache, policy_of
+from simulated_machine import CHAIN, QUIET, SLOW, Machine, policy_of
 
 
 def slower(table: Costs, **factors: float) -> Costs:
@@ -109,138 +101,20 @@ def test_rows_become_dearer_with_time_that_is_worth_more():
     assert long.lookup_threshold > long.thresholds.verify[0]
 
 
+def test_time_is_worth_what_plain_passes_bring_at_least():
+    policy = policy_of(QUIET)
+    for _ in range(5):  # the first cycles, before drafting may pause
+        policy.learn(CHAIN, Outcome(0, 0, 2, True, ms=6.0))
+    assert policy.expectations()[1][1] > 1.5 * policy.plain_ms
+    assert policy.speed == 1 / policy.plain_ms
+
+
 def test_an_interruption_says_little_about_the_time_of_a_cycle():
     policy, times = policy_of(SLOW), []
     for ms in [7.0] * 100 + [7e3]:
         policy.learn(CHAIN, Outcome(4, 0, 4, True, ms=ms))
         times.append(policy.expectations()[1][1])
     assert times[-2] < times[-1] < 1.2 * times[-2]
-
-
-def useless(policy: Policy) -> list[int]:
-    """Lengths of the pauses while no token is accepted."""
-    lengths, now = [], 0
-    for _ in range(4000):
-        if policy.next_shape is None:
-            now += 1
-            policy.learn(None, Outcome(ms=2.6, verify_ms=2.5))
-        else:
-            lengths += [now] if now > BLOCK else []
-            now = 0
-            policy.learn(CHAIN, Outcome(0, 0, 2, True, (0.5, 0.3), 6.0, 1.0, 4.0))
-    return lengths
-
-
-def test_pauses_become_longer_and_drafting_comes_back():
-    policy = policy_of(QUIET)
-    lengths = useless(policy)
-    assert lengths[1:4] == [48, 96, 192] and max(lengths) <= LONGEST_PAUSE + BLOCK
-    assert policy.used[None] > 0.9 * sum(policy.used.values())
-    machine = Machine(SLOW, 0.9)
-    machine.run(policy, 3000)
-    assert machine.run(policy, 500) > 1.5
-
-
-def test_drafting_comes_back_within_a_few_cycles_after_a_pause():
-    """A text that was hard to draft becomes easy: cycles before the pause count little then."""
-    speeds = []
-    for seed in range(5):
-        policy = policy_of(QUIET)
-        Machine(QUIET, 0.1, seed).run(policy, 1500)
-        policy._pauses.left = min(policy._pauses.left, 1)
-        speeds.append(Machine(QUIET, 0.9, seed).run(policy, 120))
-    assert sorted(speeds)[2] > 1.2
-
-
-def test_the_first_pause_after_long_drafting_is_short_again():
-    pauses = Pauses()
-    for _ in range(4):
-        pauses.begin()
-        pauses.end()
-    assert pauses.length == 16 * FIRST_PAUSE
-    for _ in range(SETTLED + 1):
-        pauses.count()
-    pauses.begin()
-    assert pauses.left == FIRST_PAUSE
-
-
-@pytest.mark.parametrize(("gain", "drafts"), [(0.985, False), (1.1, True)])
-def test_drafting_must_be_worth_two_percent(gain, drafts):
-    policy = policy_of(QUIET)
-    for _ in range(3000):
-        if policy.next_shape is None:
-            policy.learn(None, Outcome(ms=2.0, verify_ms=2.0))
-        else:
-            policy.learn(CHAIN, Outcome(1, 0, 2, True, (), 4.0 / gain, 0.5, 3.0))
-    share = policy.used[CHAIN] / sum(policy.used.values())
-    assert share > 0.8 if drafts else share < 0.3
-
-
-def test_plain_passes_are_timed_in_blocks_which_become_rare():
-    policy, blocks, now = policy_of(SLOW), [], 0
-    for _ in range(1500):
-        if policy.next_shape is None:
-            now += 1
-            policy.learn(None, Outcome(ms=5.0, verify_ms=4.9))
-        else:
-            blocks += [now] if now else []
-            now = 0
-            policy.learn(CHAIN, Outcome(2, 0, 3, True, (0.8, 0.7, 0.6), 7.0, 1.2, 5.4))
-    assert 3 <= len(blocks) <= 6 and all(5 <= n <= BLOCK for n in blocks)
-    assert policy.plain_ms == 5.0
-
-
-@pytest.mark.parametrize(
-    ("pace", "passes"),
-    [
-        (lambda n: 2.55, 2 * BLOCK),
-        (lambda n: 2.55 * 0.9 ** min(n, 20), 5 * BLOCK),
-        (lambda n: 2.55 * 0.99**n, LONGEST_BLOCK),
-        (lambda n: 4.0, FEWEST),
-    ],
-)
-def test_a_block_lasts_until_its_passes_become_no_faster(pace, passes):
-    """A cycle that drafts brings two tokens in the time of two plain passes of 2.55 ms."""
-    policy = policy_of(QUIET)
-    while not policy._blocks.left:
-        policy.learn(CHAIN, Outcome(1, 0, 1, True, (0.5,), 5.1, 0.5, 3.1))
-    n = 0
-    while policy._blocks.left:
-        policy.learn(None, Outcome(ms=pace(n), verify_ms=pace(n)))
-        n += 1
-    assert n == passes
-
-
-@pytest.mark.parametrize("cold", [1.0, 1.3, 1.5])
-@pytest.mark.parametrize("p", [0.4, 0.6, 0.7])
-def test_plain_passes_that_become_faster_are_timed_until_they_do_not(p, cold):
-    """Right after drafting they are slow, and so drafting seems to pay where it does not."""
-    speeds = [SharedCache(QUIET, p, cold, seed).run(policy_of(QUIET), 4000) for seed in range(4)]
-    assert sum(speeds) / len(speeds) > 0.94  # plain decoding has 0.98: some passes are interrupted
-
-
-@pytest.mark.parametrize(("pace", "timed"), [(1.0, False), (0.6, True), (1.6, True)])
-def test_plain_passes_are_timed_anew_where_the_machine_has_changed(pace, timed):
-    policy = policy_of(SLOW)
-
-    def run(speed, cycles):
-        """Return after how many drafted cycles the last plain pass came."""
-        drafted, last = 0, None
-        while drafted < cycles:
-            if policy.next_shape is None:
-                policy.learn(None, Outcome(ms=speed * 5.0, verify_ms=speed * 4.9))
-                last = drafted
-                continue
-            ms = [speed * time for time in (7.0, 1.2, 5.4)]
-            policy.learn(CHAIN, Outcome(2, 0, 3, True, (0.8, 0.7, 0.6), *ms))
-            drafted += 1
-        return last
-
-    assert run(1.0, 200) == 8 + 32 + 128  # and the next one is due 512 cycles later
-    last = run(pace, 120)
-    assert (last is not None) == timed
-    if timed:
-        assert policy.plain_ms == pytest.approx(pace * 5.0)
 
 
 @pytest.mark.parametrize("passes", [{2: 8.0, 32: 38.0}, {2: 6.0, 6: 12.0, 32: 90.0}])
@@ -278,6 +152,12 @@ def test_the_lookup_goes_on_while_the_head_pauses():
         else:
             policy.learn(chain, Outcome(0, 0, 2, True, (0.5, 0.3), 6.0, 1.0, 4.0))
     assert paused > 400 and policy.used[None] > 400
+    while policy.head_gain is not None or policy._pauses.left < 3 * BLOCK:
+        policy.learn(chain, Outcome(0, 0, 2, True, (0.5, 0.3), 6.0, 1.0, 4.0))
+    before = policy.lookup_threshold
+    for _ in range(2 * BLOCK):  # each of them brings half as much as before
+        policy.learn(chain, Outcome(ms=5.2))
+    assert policy.lookup_threshold == pytest.approx(before / 2, rel=0.1)
     alone = policy_of(QUIET, chain, head=False, lookup=True)
     for i in range(300):
         copied = Outcome(3, 3, 4, ms=5.0, verify_ms=4.9)
@@ -318,6 +198,26 @@ def test_copied_text_is_drafted_without_the_head():
         policy.learn(shape, outcome._replace(ms=ms) if shape else Outcome(ms=ms))
     assert used[True][-100:].count(alone) > 60
     assert used[False][-100:].count(alone) < 30
+
+
+def test_a_size_that_only_looks_up_teaches_nothing_of_the_head():
+    alone, both = FusedShape(0, 1, 15, 15), FusedShape(3, 2, 15, 8)
+    policy = policy_of(TREES, alone, both, lookup=True)
+    before = policy.accepted(both)
+    for _ in range(50):
+        policy.learn(alone, Outcome(12, 12, 15, ms=5.0))
+    assert policy.accepted(both) == before
+
+
+def test_what_another_size_brought_is_forgotten_with_time():
+    """Else it would never be tried again: the text has changed since."""
+    shapes = [TreeShape(1, 2, 2), TreeShape(3, 3, 8)]
+    policy = policy_of(TREES, *shapes)
+    before = [policy.accepted(shape) for shape in shapes]
+    for shape, accepted, n in ((shapes[1], 0, 60), (shapes[0], before[0], 600)):
+        for _ in range(n):
+            policy.learn(shape, Outcome(accepted, 0, shape.nodes, True, ms=5.0))
+    assert policy.accepted(shapes[1]) == pytest.approx(before[1], rel=0.1)
 
 
 def test_an_outcome_of_a_shape_that_is_gone_counts_for_none():
