@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fasteagle.bench.rivals.ablation import ablated
+from fasteagle.decoding import cycle
 from fasteagle.decoding.cycle import decode_cycle
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.eagle import EagleDrafter
@@ -271,6 +272,26 @@ def test_breaking_off_anywhere_leaves_the_engine_usable(target, head, monkeypatc
         with pytest.raises(KeyboardInterrupt):
             generated(engine)
         assert generated(engine) == expected
+
+
+def test_breaking_off_after_a_commit_shows_the_head_no_wrong_pairs(target, head, monkeypatch):
+    """Those that it had not seen are replaced by then."""
+    drafter = EagleDrafter(head, TreeShape(12, 1, 12), 512)  # it reads as many pairs at once
+    shapes, commit = iter([None] * 12 + [drafter.shape]), cycle.commit
+    monkeypatch.setattr(drafter, "next_shape", lambda: next(shapes, None))
+
+    def interrupted(state, spec, *rest):
+        commit(state, spec, *rest)
+        if spec.shape is not None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(cycle, "commit", interrupted)
+    engine = Engine(target, 512, drafter=drafter)
+    with pytest.raises(KeyboardInterrupt):
+        generated(engine)
+    text = [*engine.cached, int(engine.state.text[len(engine.cached)])]
+    text = text + generated(engine, 20, text)
+    assert_true_pairs(engine, text, missing=30)
 
 
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(1.0, seed=8)])

@@ -164,6 +164,19 @@ def test_a_text_that_is_joined_shares_the_next_pass(target):
     assert [n for n, _ in passes] == [2, 2]
 
 
+def test_a_text_whose_passes_are_single_ones_launches_no_cycles_ahead(target):
+    """It had done so alone; what is launched late is chosen by all that was learned."""
+    several = Batch(engine_of(target), 2)
+    several.begin(0, [1], 100, writing([1, 2, 3]))
+    runner = several.engines[0].runner
+    while runner.at_once < MOST_CYCLES:
+        several.step()
+    several.begin(1, [1], 100, writing([4, 5, 6], processor=Even()))
+    for _ in range(MOST_CYCLES + 2):
+        several.step()
+    assert len(several.running) == 2 and len(runner.queued) == 1
+
+
 def test_a_call_that_fails_ends_all_its_texts(target, monkeypatch):
     batch = Batch(engine_of(target), 2)
     for key in range(2):

@@ -314,3 +314,16 @@ def test_cycles_that_wait_are_run_before_a_single_one(target):
     for own in (None, shape):
         engine.runner.launch(engine.spec(own, SamplingMode()), engine.drafter)
     assert [engine.runner.read().drafted for _ in range(2)] == [0, shape.nodes]
+
+
+@pytest.mark.parametrize(("name", "reads"), [("eagle3", True), ("ngram", False)])
+def test_cycles_that_are_dropped_say_whether_the_head_has_read_pairs(target, name, reads):
+    """Those that are kept for it have been replaced then."""
+    engine = engine_of(target, drafter_of(target, name))
+    chunks_of(engine, n=9)
+    runner, spec = engine.runner, engine.spec(GatedChain(REACH), SamplingMode())
+    runner.end = End()
+    for _ in range(3):
+        runner.launch(spec, engine.drafter)
+    runner.read()
+    assert runner.ready and runner.drop([spec, spec]) == reads and not runner.ready
