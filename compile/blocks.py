@@ -122,9 +122,7 @@ class BlockCompiler:
             self._done.set()
             return
         configure()
-        # Guards compare these; a new thread would begin with its own.
-        n_threads = torch.get_num_threads()
-        threading.Thread(target=self._run, args=(n_threads,), daemon=True).start()
+        threading.Thread(target=self._run, daemon=True).start()
 
     def wait(self, say: Callable[[str], None] = lambda line: None) -> None:
         """Wait until compilation has ended; print a line by `say` where that takes time."""
@@ -162,10 +160,9 @@ class BlockCompiler:
             begin = end
         return x
 
-    def _run(self, n_threads: int) -> None:
+    def _run(self) -> None:
         try:
             configure()  # again: torch keeps these settings per thread
-            torch.set_num_threads(n_threads)
             if self._backend.leaves_blocks and self._model.config.moe is not None:
                 raise RuntimeError("experts are chosen on the host, which no compiled code can")
             on_cpu = self._model.norm.weight.device.type == "cpu"

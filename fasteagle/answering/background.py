@@ -10,8 +10,6 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
-import torch
-
 from fasteagle.compile import BlockCompiler
 from fasteagle.compile.blocks import configure, start_compiler
 from fasteagle.compile.costs import costs_of, follow_costs, tunable
@@ -115,10 +113,7 @@ class Preparation:
         return SamplingMode.of(params, self._engine.model.config.vocab_size)
 
     def _start(self, work: Callable[[], None]) -> threading.Thread:
-        n_threads = torch.get_num_threads()  # a new thread would begin with torch's default
-
         def run() -> None:
-            torch.set_num_threads(n_threads)
             configure()
             work()
 

@@ -10,8 +10,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-import torch
-
 from fasteagle.answering.answer import Chunk
 from fasteagle.batch import NoRoomError
 from fasteagle.compile.blocks import configure
@@ -57,8 +55,7 @@ class AnswerQueue:
         self._lacks_memory = False  # for the next one, until an answer ends
         self._draining = self._stopped = False
         self._mean_seconds = 1.0  # of an answer, over the last ones
-        n_threads = torch.get_num_threads()  # a new thread would begin with its own
-        self._thread = threading.Thread(target=self._work, args=(n_threads,), daemon=True)
+        self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
     @property
@@ -148,8 +145,7 @@ class AnswerQueue:
             self._changed.notify()
         self._thread.join(PATIENCE)
 
-    def _work(self, n_threads: int) -> None:
-        torch.set_num_threads(n_threads)
+    def _work(self) -> None:
         configure()
         while self._wait():
             self._end_cancelled()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+import torch
 
 from fasteagle.answering import background
 from fasteagle.answering.background import Preparation
@@ -65,6 +66,19 @@ def test_the_thread_measures_and_the_next_answer_follows_the_plan(
         pass
     assert capsys.readouterr().err == ""  # nothing is told twice
     assert engine.drafter.tuning.path.exists()
+
+
+def test_its_threads_compute_by_as_many_threads_as_answers_do(target, compiler, monkeypatch):
+    """Else compiled code and costs would be those of another number."""
+    before, seen = torch.get_num_threads(), []
+    monkeypatch.setattr(compiler, "wait", lambda: seen.append(torch.get_num_threads()))
+    try:
+        for n in (1, 3):
+            torch.set_num_threads(n)
+            Preparation(Engine(target, 64), quiet=True, tune=False).join()
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [1, 3]
 
 
 def test_nothing_is_measured_while_an_answer_is_written(
