@@ -186,6 +186,8 @@ def test_what_several_answers_share_is_compiled_once_before_the_second(monkeypat
         begin(several, key, ([9 + key], SamplingParams(), 3))
     assert running == [[0]] and not several.has_room
     several.close()
+    # Each engine may be used alone again.
+    assert not any(own.runner.waits or own.runner.accompanied for own in several.engines)
 
 
 def test_each_engine_drafts_as_the_first_one_does_now():

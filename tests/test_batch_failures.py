@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 
+from fasteagle import batch
 from fasteagle.batch import Batch
 from fasteagle.errors import EngineError
 from fasteagle.generate import Engine
@@ -116,3 +117,17 @@ def test_logits_that_are_not_finite():
     ((_, error),) = several.step()
     assert "not finite in float32 at position 3" in str(error)
     assert isinstance(error, EngineError) and not several.running
+
+
+def test_where_memory_is_short_the_largest_idle_engine_gives_its_own_back(monkeypatch):
+    """Others keep what they have computed."""
+    target = random_target(tiny_config())
+    target.init_rope(1024, "cpu")
+    several = Batch(Engine(target, 1024), 3)
+    for key, n in enumerate((300, 700, 9)):
+        begin(several, key, ([9 + key] * n, SamplingParams(), 5))
+    finished(several)
+    small, large, engine = several.engines
+    monkeypatch.setattr(batch, "available_bytes", lambda device: 9999 * (not large.cached))
+    several._make_room(engine, engine.cache.n_slots + 1)
+    assert small.cached and not large.cached

@@ -136,8 +136,22 @@ def test_a_large_tree_stays_within_caches_of_fixed_size(target, head, ahead):
     assert generated(engine, n=250) == expected and engine.stats.finish == "context"
     assert 50 < len(engine.stats.path_lengths) < engine.stats.passes - 30
     engine.prepare(SamplingParams(0.8))  # captured past the text
-    with pytest.raises(FasteagleError, match=r"tree-nodes 260 is out of range: max-seq-len 128"):
-        engine.use(EagleDrafter(head, TreeShape(6, 8, 260), 128))
+    error = r"tree-nodes 191 is out of range: max-seq-len 128 leaves room for 190"
+    with pytest.raises(FasteagleError, match=error):
+        engine.use(EagleDrafter(head, TreeShape(6, 8, 191), 128))
+    engine.use(EagleDrafter(head, TreeShape(6, 8, 190), 128))
+    assert generated(engine, n=9) == expected[:9]
+
+
+def test_cycles_are_captured_anew_where_features_have_another_place(target, head):
+    """Those of the same drafter would write to the old tensors."""
+    engine, drafter = captured_engine(target, 256), EagleDrafter(head, TreeShape(2, 1, 2), 256)
+    captured = []
+    for own in (drafter, drafter, None, drafter):
+        engine.use(own)
+        engine.prepare(GREEDY)
+        captured.append(engine.runner.graphs.captured)
+    assert captured == [2, 2, 3, 5]
 
 
 def test_an_answer_cut_short_or_another_drafter_leaves_the_engine_ready(target, head):

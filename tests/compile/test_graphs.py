@@ -155,6 +155,19 @@ def test_a_processor_runs_before_the_last_graph():
         with mock.patch.object(runner, "_replay_of", lambda *_: None):
             assert answer(Even(), seed) == even, "without a graph"
     assert answer(None) == free
+    assert answer(Counting()) == [*range(8)], "it has seen all tokens before"
+
+
+class Counting:
+    """A grammar that allows one token: one more than those that it was shown."""
+
+    shown = 0
+
+    def __call__(self, logits, tree):
+        return torch.full_like(logits, float("-inf")).index_fill(1, torch.tensor(self.shown), 0.0)
+
+    def accept(self, tokens):
+        self.shown += len(tokens)
 
 
 def test_a_part_that_cannot_be_captured_leaves_the_state(cuda, engine):
