@@ -243,10 +243,11 @@ class ChatReply(Reply):
         return self.choice(self.finish, logprobs, message=message)
 
     def parts(self, chunk: Chunk, accepted: bool) -> Iterator[Json]:
+        if not self._begun:  # apart: openai-js counts log-probabilities of the first event twice
+            self._begun, role = True, {"role": "assistant", "content": ""}
+            yield self.envelope(self.chunk_kind, [self.choice(None, None, delta=role)])
         piece = self.text.push(chunk)
         delta = self._delta(piece)
-        if not self._begun:
-            delta, self._begun = {"role": "assistant", "content": "", **delta}, True
         if not delta and not chunk.logprobs and not accepted:
             return
         event = self.envelope(

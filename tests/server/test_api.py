@@ -138,7 +138,8 @@ def test_logprobs(client, name, live):
     for entry, wanted in zip(entries, expected, strict=True):
         assert entry.logprob == pytest.approx(wanted.logprob, abs=1e-3)
         assert len(entry.top_logprobs) == 2 and entry.top_logprobs[0].logprob <= 0
-    streamed = ask(client, name, logprobs=True, stream=True)
+    first, *streamed = ask(client, name, logprobs=True, stream=True)
+    assert first.choices[0].logprobs is None  # openai-js counts those of a first event twice
     count = sum(len(e.choices[0].logprobs.content) for e in streamed if e.choices[0].logprobs)
     assert count == 16
 
