@@ -43,6 +43,7 @@ LEAST_TOKENS = MIN_CONVERSATIONS * ANSWER_TOKENS  # enough conversations, howeve
 TEXT_SHARE = 0.5  # of the time
 FEWEST_STEPS = 20
 PROBED_STEPS = 6
+SAVE_EVERY = 25  # steps
 SHORT_OF_MEMORY = "use --device cpu, a smaller --max-seq-len, or a smaller model"
 
 
@@ -211,7 +212,7 @@ def _calibrate(
     trainer = student(n_steps)
     trainer.resume()
     with TrainingBar(trainer) as bar:
-        trainer.run(bar.report, max(1, n_steps // 8), save_every=25, tick=bar.tick)
+        trainer.run(bar.report, max(1, n_steps // 8), save_every=SAVE_EVERY, tick=bar.tick)
     after = trainer.evaluate()
     is_better = after.tau > before.tau
     note(f"distilled: {after}: {'kept' if is_better else 'not kept'}")

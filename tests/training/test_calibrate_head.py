@@ -65,7 +65,8 @@ def test_a_run_that_was_cut_off_goes_on_and_chat_finds_the_head(
 ):
     folder, head = written(tmp_path)
     out, work = tmp_path / "out", tmp_path / "out.calibrating"
-    command = calibrate(folder, head, out, "--data", text, "--steps", 30)
+    command = calibrate(folder, head, out, "--data", text, "--steps", 6)
+    monkeypatch.setattr(calibrate_head, "SAVE_EVERY", 4)
     save = Trainer.save
 
     def save_and_end(self):
@@ -75,7 +76,7 @@ def test_a_run_that_was_cut_off_goes_on_and_chat_finds_the_head(
     with monkeypatch.context() as patched, pytest.raises(Cut):
         patched.setattr(Trainer, "save", save_and_end)
         invoke(*command)
-    assert torch.load(work / "run" / "state.pt", weights_only=True)["step"] == 25
+    assert torch.load(work / "run" / "state.pt", weights_only=True)["step"] == 4
     again = invoke(*command)
     assert again.exit_code == 2 and "continue it with --resume" in again.stderr
     other = invoke(*command, "--resume", "--draft-vocab", 100)
@@ -86,7 +87,7 @@ def test_a_run_that_was_cut_off_goes_on_and_chat_finds_the_head(
     assert other.exit_code == 2 and "other settings (head_digest " in other.stderr
     (head / "config.json").write_text(config)
     state = json.loads((work / "state.json").read_text())
-    assert state["results"] == {"steps": 30}
+    assert state["results"] == {"steps": 6}
     whole = json.dumps({**state, "spent": 6000.0})
     odd = '{"key": 5, "results": [], "spent": "x"}'
     for damaged, what in (
@@ -100,10 +101,10 @@ def test_a_run_that_was_cut_off_goes_on_and_chat_finds_the_head(
     (work / "state.json").write_text(whole)
     done = invoke(*command, "--resume")
     assert done.exit_code == 0, done.stderr
-    assert "step 27 of 30" in done.stderr and "step 24 of 30" not in done.stderr
+    assert "step 6 of 6" in done.stderr and "step 3 of 6" not in done.stderr
     assert not work.exists()
     report = report_of(out)
-    assert report["steps"] == 30 and 100 <= report["minutes"] < 120
+    assert report["steps"] == 6 and 100 <= report["minutes"] < 120
     assert report["header"]["scheme"] == "int4-g32-minmax"
     taus = [report[stage]["tau"] for stage in ("before", "distilled")]
     assert report["distilled"]["kept"] == (taus[1] > taus[0])

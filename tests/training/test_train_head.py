@@ -37,7 +37,7 @@ def command(tiny_dir, text_file, out, *more):
 
 def test_the_command_survives_a_kill_and_writes_a_head(tiny_dir, text_file, tmp_path, compiled):
     out = tmp_path / "head"
-    train = command(tiny_dir, text_file, out, "--steps", 130, "--every", 40)
+    train = command(tiny_dir, text_file, out, "--steps", 60, "--every", 25)
     kill_at_first_save(*train, compiled=compiled)
     assert torch.load(out / "state.pt", weights_only=True)["step"] == 50
     again = invoke(*train)
@@ -57,8 +57,8 @@ def test_the_command_survives_a_kill_and_writes_a_head(tiny_dir, text_file, tmp_
     shown = invoke("inspect-head", out)
     assert f"training          {header['recipe']}" in shown.stdout
     record = json.loads((out / "training.json").read_text())
-    assert record["options"]["steps"] == 130
-    assert [entry["step"] for entry in record["history"]] == [40, 80, 120, 130]
+    assert record["options"]["steps"] == 60
+    assert [entry["step"] for entry in record["history"]] == [25, 50, 60]
 
 
 def test_an_eagle3_head_is_trained_and_drafts(tiny_dir, text_file, tmp_path, no_compiler):
