@@ -16,27 +16,22 @@ import pytest
 
 from fasteagle.cli.main import main
 from fasteagle.loading import hub
-from helpers import invoke
+from helpers import invoke, rest_slow
 
 # How the process is begun and what stands around it: the exit codes of docs/chat.md, stderr as a
 # whole or a part of it. FIFO is a schema that is never written, and Ctrl-C comes while it is read.
 BEGUN = [
     ("| true", "-p hi --quiet", 1, "^$"),
-    ("<&- 2> >(true)", "-p hi", 0, ""),  # who reads the remarks has left: the answer comes
     ("", "-p hi --json-schema FIFO", 1, "^\nAborted!\n$"),
     (">/dev/full", "-p hi", 2, "Error: disk full: free some space where the output goes\n$"),
+    ("<&- 2> >(true)", "-p hi", 0, ""),  # who reads the remarks has left: the answer comes
 ]
 
 
-PIPES = {
-    "stdin": subprocess.DEVNULL,
-    "stdout": subprocess.PIPE,
-    "stderr": subprocess.PIPE,
-    "text": True,
-}
+PIPES = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize(("redirected", "options", "code", "message"), BEGUN)
+@pytest.mark.parametrize(("redirected", "options", "code", "message"), rest_slow(BEGUN, 3))
 def test_exit_codes(tiny_dir, tmp_path, redirected, options, code, message):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)

@@ -114,7 +114,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("G", "group", "E", "int8", "dtype", "window", "fused", "trees", "M", "B", "card"),
-    rest_slow([(*case, (90, 86)[i % 2]) for i, case in enumerate(CASES)], 2),
+    rest_slow([(*case, (90, 86)[i % 2]) for i, case in enumerate(CASES)]),
     indirect=["card"],
 )
 def test_rows_have_the_bits_of_their_sequence_alone(
@@ -203,7 +203,7 @@ class Replayed(KernelBackend):
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "shape", "kv", "name", "temperatures", "replayed"), rest_slow(BATCHES), ids=str
+    ("algorithm", "shape", "kv", "name", "temperatures", "replayed"), rest_slow(BATCHES, 0), ids=str
 )
 @pytest.mark.usefixtures("products_by_torch")
 def test_texts_and_caches_are_those_written_alone(

@@ -22,7 +22,7 @@ from fasteagle.generate import Engine
 from fasteagle.options import AnswerOptions, Defaults, ServeOptions
 from fasteagle.server.app import Server
 from fasteagle.server.run import listen, run
-from helpers import raising
+from helpers import raising, rest_slow
 
 
 def test_memory_that_runs_out_is_the_servers_fault(live, monkeypatch, capfd):
@@ -115,7 +115,7 @@ def assert_ends(process, seconds=20):
         process.kill()
 
 
-@pytest.mark.parametrize(("number", "times"), [(signal.SIGTERM, 1), (signal.SIGINT, 2)])
+@pytest.mark.parametrize(("number", "times"), rest_slow([(signal.SIGINT, 2), (signal.SIGTERM, 1)]))
 def test_signals_end_the_command(serve_dir, number, times):
     """Open connections do not hold up the end: one that was used, and one that says nothing.
 
