@@ -15,6 +15,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import pytest
 import torch
 
+import fasteagle
 from fasteagle import errors
 from fasteagle.bench import measure
 from fasteagle.compile import blocks, measurement, precompile
@@ -144,6 +145,13 @@ def tokenizer(tiny_dir: Path):
 
 
 @pytest.fixture(scope="module")
+def llm(tiny_dir: Path):
+    """The tiny model as the Python API loads it."""
+    with fasteagle.load(str(tiny_dir), precision="fp32", drafter="ngram") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
 def target():
     """A tiny random target without files; do not write into it."""
     return random_target(tiny_config())
@@ -225,15 +233,7 @@ def compiled(request):
 @pytest.fixture
 def tiny_preset(monkeypatch):
     """The registry knows a tiny shape under the name it returns: int4 groups and all."""
-    small = dataclasses.replace(
-        registry.preset("llama2-7b"),
-        dim=64,
-        n_layer=2,
-        n_head=4,
-        n_kv_head=4,
-        head_dim=16,
-        ffn_dim=96,
-        vocab_size=100,
-    )
+    shape = dict(dim=64, n_layer=2, n_head=4, n_kv_head=4, head_dim=16, ffn_dim=96, vocab_size=100)
+    small = dataclasses.replace(registry.preset("llama2-7b"), **shape)
     monkeypatch.setitem(registry.REGISTRY, "llama2-70b", registry.Entry(small, "none"))
     return "llama2-70b"

@@ -15,12 +15,6 @@ from fasteagle.drafting.ngram import NgramDrafter
 from helpers import TINY_VOCAB, output_of
 
 
-@pytest.fixture(scope="module")
-def llm(tiny_dir):
-    with fasteagle.load(str(tiny_dir), precision="fp32", drafter="ngram") as made:
-        yield made
-
-
 def test_importing_it_loads_no_torch():
     code = (
         "import sys, fasteagle\n"

@@ -9,7 +9,6 @@ import time
 
 import pytest
 
-import fasteagle
 from fasteagle import FasteagleError
 from fasteagle.batch import Batch, NoRoomError
 from fasteagle.decoding import context
@@ -19,12 +18,6 @@ from fasteagle.decoding.stats import Stats
 from fasteagle.generate import Engine
 from fasteagle.options import AnswerOptions, SamplingParams
 from helpers import raising
-
-
-@pytest.fixture(scope="module")
-def llm(tiny_dir):
-    with fasteagle.load(str(tiny_dir), precision="fp32", drafter="ngram") as made:
-        yield made
 
 
 def test_streams_in_any_order(llm):

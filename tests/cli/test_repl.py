@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 
-import fasteagle
 from fasteagle.cli import repl
 from fasteagle.cli.markdown import Style
 from fasteagle.cli.session import ChatSession, Piece
@@ -56,12 +55,6 @@ def test_the_loop_goes_on_until_the_end(monkeypatch, capsys, typed, expected):
     assert ("/exit to leave" in shown.out) == (None in typed)
     assert ("[stopped]" in shown.out) == ("/save x" in typed)
     assert ("not UTF-8 (unexpected end of data): not sent" in shown.err) == (typed[0] == b"caf\xe9")
-
-
-@pytest.fixture(scope="module")
-def llm(tiny_dir):
-    with fasteagle.load(str(tiny_dir), precision="fp32", drafter="ngram") as made:
-        yield made
 
 
 @pytest.fixture
