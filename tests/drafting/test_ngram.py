@@ -56,30 +56,9 @@ def in_buffer(text, size=BUFFER):
     return buffer, torch.tensor(len(text) - 1)
 
 
-def test_the_latest_of_the_longest_matches():
-    text = [1, 2, 3, 9, 2, 3, 8, 7, 3, 5, 2, 3]
-    assert as_list(find_in_text(*in_buffer(text), reach=3)) == (2, [8, 7, 3])
-
-
-def test_a_text_that_goes_in_circles_is_repeated():
-    assert as_list(find_in_text(*in_buffer([4, 5, 4]), 5)) == (1, [5, 4, 5, 4, 5])
-    assert as_list(find_in_text(*in_buffer([7, 7]), 4)) == (1, [7, 7, 7, 7])
-
-
-@pytest.mark.parametrize("text", [[1], [1, 2, 3], [3, 2, 1, 0]])
-def test_no_earlier_place(text):
-    assert as_list(find_in_text(*in_buffer(text), 4)) == (0, [])
-    assert as_list(find_in_text(*in_buffer(text, len(text)), 4)) == (0, [])
-
-
-def test_a_match_does_not_reach_before_the_beginning():
-    # The buffer in front of slot 0 is its own end, if one is not careful.
-    buffer = torch.tensor([2, 9, 2, 0, 0, 9])
-    assert as_list(find_in_text(buffer, torch.tensor(2), 2)) == (1, [9, 2])
-
-
 @pytest.mark.parametrize("longest", [1, 3, 8])
 def test_the_text_against_a_search_over_lists(longest):
+    """The latest of the longest matches, whose text goes on in circles; or there is none."""
     torch.manual_seed(0)
     for n in [BUFFER, *torch.randint(1, BUFFER, (150,)).tolist()]:
         text = torch.randint(0, 4, (n,)).tolist()
