@@ -4,56 +4,20 @@ from __future__ import annotations
 
 TINY_VOCAB = 260  # 256 bytes and the special tokens
 
-TINY_SHAPE = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "vocab_size": TINY_VOCAB,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.3,  # far from uniform logits, so that argmax is not a coin toss
-}
+TINY_SHAPE = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3)
+TINY_SHAPE |= dict(num_attention_heads=4, vocab_size=TINY_VOCAB, max_position_embeddings=512)
+TINY_SHAPE["initializer_range"] = 0.3  # far from uniform logits: argmax is not a coin toss
 
-MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2}
-OLMOE = {
-    "num_experts": 8,
-    "num_experts_per_tok": 3,
-    "intermediate_size": 32,
-    "eos_token_id": TINY_VOCAB - 1,
-}
-QWEN3_MOE = {
-    "num_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 32,
-    "norm_topk_prob": True,
-    "head_dim": 32,
-}
-QWEN2_MOE = {
-    "num_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 64,
-}
-GRANITE_MOE = {
-    "num_local_experts": 8,
-    "num_experts_per_tok": 3,
-    "intermediate_size": 32,
-    "embedding_multiplier": 3.0,
-    "attention_multiplier": 0.15,
-    "residual_multiplier": 0.4,
-    "logits_scaling": 2.5,
-    "tie_word_embeddings": True,
-}
-
-
-ERNIE_MOE = {
-    "moe_num_experts": 8,
-    "moe_k": 3,
-    "moe_intermediate_size": 32,
-    "moe_num_shared_experts": 2,
-    "moe_layer_start_index": 1,
-    "tie_word_embeddings": True,
-}
+MIXTRAL = dict(num_local_experts=8, num_experts_per_tok=2)
+QWEN = dict(num_experts=8, num_experts_per_tok=3)
+OLMOE = QWEN | dict(intermediate_size=32, eos_token_id=TINY_VOCAB - 1)
+QWEN3_MOE = QWEN | dict(moe_intermediate_size=32, norm_topk_prob=True, head_dim=32)
+QWEN2_MOE = QWEN | dict(moe_intermediate_size=32, shared_expert_intermediate_size=64)
+GRANITE_MOE = dict(num_local_experts=8, num_experts_per_tok=3, intermediate_size=32)
+GRANITE_MOE |= dict(embedding_multiplier=3.0, attention_multiplier=0.15, residual_multiplier=0.4)
+GRANITE_MOE |= dict(logits_scaling=2.5, tie_word_embeddings=True)
+ERNIE_MOE = dict(moe_num_experts=8, moe_k=3, moe_intermediate_size=32, moe_num_shared_experts=2)
+ERNIE_MOE |= dict(moe_layer_start_index=1, tie_word_embeddings=True)
 
 
 def hf_class(family: str):
@@ -61,25 +25,14 @@ def hf_class(family: str):
     import transformers as t
 
     gqa = {"num_key_value_heads": 2}
-    llama3_rope = {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    }
+    llama3_rope = dict(rope_type="llama3", rope_theta=5e5, original_max_position_embeddings=64)
+    llama3_rope |= dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+    linear_rope = dict(rope_type="linear", factor=2.0, rope_theta=10000.0)
+    vicuna = {"rms_norm_eps": 1e-6, "rope_parameters": linear_rope}
     families = {
         "llama2": (t.LlamaConfig, t.LlamaForCausalLM, {}),
         "llama3": (t.LlamaConfig, t.LlamaForCausalLM, gqa | {"rope_parameters": llama3_rope}),
-        "vicuna": (
-            t.LlamaConfig,
-            t.LlamaForCausalLM,
-            {
-                "rms_norm_eps": 1e-6,
-                "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},
-            },
-        ),
+        "vicuna": (t.LlamaConfig, t.LlamaForCausalLM, vicuna),
         "mistral": (t.MistralConfig, t.MistralForCausalLM, gqa | {"sliding_window": 7}),
         "qwen2": (t.Qwen2Config, t.Qwen2ForCausalLM, gqa),
         "qwen3": (t.Qwen3Config, t.Qwen3ForCausalLM, gqa | {"head_dim": 32}),
@@ -104,23 +57,7 @@ def hf_class(family: str):
     return families[family]
 
 
-MOE_FAMILIES = (
-    "mixtral",
-    "qwen2moe",
-    "qwen3moe",
-    "olmoe",
-    "granitemoe",
-    "granitemoeshared",
-    "erniemoe",
-)
-FAMILIES = (
-    "llama2",
-    "llama3",
-    "vicuna",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "ernie",
-    "smollm2",
-    *MOE_FAMILIES,
-)
+MOE_FAMILIES = ("mixtral", "qwen2moe", "qwen3moe", "olmoe", "granitemoe")
+MOE_FAMILIES += ("granitemoeshared", "erniemoe")
+FAMILIES = ("llama2", "llama3", "vicuna", "mistral", "qwen2", "qwen3", "ernie", "smollm2")
+FAMILIES += MOE_FAMILIES

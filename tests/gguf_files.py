@@ -33,15 +33,9 @@ def permute(weight: np.ndarray, n_head: int) -> np.ndarray:
 
 # Of the types that the gguf package cannot write: where fp16 d lies in a block, and where dmin,
 # and dmin / d that makes the mean of random weights 0.
-PLACES = {
-    "Q2_K": (80, 82, 1.5),
-    "Q3_K": (108, None, 0),
-    "Q4_K": (0, 2, 7.5),
-    "Q5_K": (0, 2, 15.5),
-    "Q6_K": (208, None, 0),
-    "IQ4_NL": (0, None, 0),
-    "IQ4_XS": (0, None, 0),
-}
+PLACES = {"Q2_K": (80, 82, 1.5), "Q3_K": (108, None, 0), "Q4_K": (0, 2, 7.5)}
+PLACES |= {"Q5_K": (0, 2, 15.5), "Q6_K": (208, None, 0)}
+PLACES |= dict.fromkeys(("IQ4_NL", "IQ4_XS"), (0, None, 0))
 
 
 def random_rows(kind, shape, spread=0.06, seed=1):

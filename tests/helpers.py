@@ -135,17 +135,8 @@ def drafting_of(options: DraftOptions, target: ModelConfig, **parts) -> Drafting
 
 
 def tiny_config(**changes) -> ModelConfig:
-    shape = dict(
-        dim=32,
-        n_layer=2,
-        n_head=4,
-        n_kv_head=2,
-        head_dim=8,
-        ffn_dim=48,
-        vocab_size=60,
-        max_seq_len=256,
-    )
-    return ModelConfig(**{**shape, **changes})
+    shape = dict(dim=32, n_layer=2, n_head=4, n_kv_head=2, head_dim=8, ffn_dim=48)
+    return ModelConfig(**{**shape, "vocab_size": 60, "max_seq_len": 256, **changes})
 
 
 def random_target(config: ModelConfig, seed=0) -> Transformer:

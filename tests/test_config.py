@@ -51,20 +51,11 @@ def test_a_head_for_fewer_tokens_has_their_rows_of_the_lm_head():
 
 
 def test_the_block_of_a_draft_head_has_no_option_of_the_family():
-    family = tiny_config(
-        n_layer=5,
-        qkv_bias=True,
-        qk_norm=True,
-        qk_norm_whole=True,
-        moe=MOE,
-        dense_blocks=(1,),
-        tie_embeddings=True,
-        rope_scaling=Llama3RopeScaling(8.0, 1.0, 4.0, 64),
-        rope_freq_factors=(1.0, 2.0, 3.0, 4.0),
-        rope_linear_factor=2.0,
-        sliding_window=7,
-    )
-    assert draft_block(family) == tiny_config(n_layer=1)
+    own = dict.fromkeys(("qkv_bias", "qk_norm", "qk_norm_whole", "tie_embeddings"), True)
+    rope = dict(rope_scaling=Llama3RopeScaling(8.0, 1.0, 4.0, 64), rope_linear_factor=2.0)
+    rope["rope_freq_factors"] = (1.0, 2.0, 3.0, 4.0)
+    blocks = dict(n_layer=5, moe=MOE, dense_blocks=(1,), sliding_window=7)
+    assert draft_block(tiny_config(**own, **rope, **blocks)) == tiny_config(n_layer=1)
 
 
 def test_a_layer_for_multi_token_prediction_keeps_the_options_of_its_model():

@@ -33,14 +33,9 @@ def test_greedy_equals_transformers(family, penalty, tmp_path):
     hf = make_hf_model(family)
     hf.save_pretrained(tmp_path)
     ours = load_model(open_checkpoint(tmp_path), dtype=torch.float32, device="cpu", max_seq_len=256)
-    expected = hf.generate(
-        torch.tensor([PROMPT]),
-        max_new_tokens=40,
-        do_sample=False,
-        repetition_penalty=penalty,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
+    ends = dict(max_new_tokens=40, eos_token_id=None, pad_token_id=0)
+    options = dict(do_sample=False, repetition_penalty=penalty, **ends)
+    expected = hf.generate(torch.tensor([PROMPT]), **options)
     params = SamplingParams(repetition_penalty=penalty)
     assert generated(Engine(ours, 256), 40, PROMPT, params) == expected[0, len(PROMPT) :].tolist()
 

@@ -126,13 +126,8 @@ def test_speculation_changes_no_token(checkpoint, model, tokenizer, params, text
     first = Drafting(DraftOptions()).drafter(DEFAULT_MODEL, engine, checkpoint, said.append)
     assert said[0].startswith("draft head shipped with fasteagle"), said
     head = first.head
-    drafters = [
-        first,
-        EagleDrafter(head, TreeShape(6, 4, 20), 1024),
-        StaticTreeDrafter(head, 1024),
-        fused_drafter(head, FusedShape(3, 3, 8, 8), 1024),
-        NgramDrafter(),
-    ]
+    drafters = [first, EagleDrafter(head, TreeShape(6, 4, 20), 1024), NgramDrafter()]
+    drafters += [StaticTreeDrafter(head, 1024), fused_drafter(head, FusedShape(3, 3, 8, 8), 1024)]
     prompt = tokenizer.encode(tokenizer.render([{"role": "user", "content": text}]))
 
     def answer(drafter):
@@ -243,15 +238,9 @@ def test_quantized_speculation_changes_no_bit(quant):
 def test_a_schema_at_int4_says_the_same_with_and_without_speculation():
     """Through the Python API, with the shipped head: tokens are equal, and the JSON fits."""
     pytest.importorskip("llguidance")
-    schema = {
-        "type": "object",
-        "properties": {
-            "name": {"type": "string", "maxLength": 20},
-            "age": {"type": "integer", "minimum": 1, "maximum": 99},
-        },
-        "required": ["name", "age"],
-        "additionalProperties": False,
-    }
+    name = {"type": "string", "maxLength": 20}
+    schema = {"properties": {"name": name, "age": {"type": "integer", "minimum": 1, "maximum": 99}}}
+    schema |= {"type": "object", "required": ["name", "age"], "additionalProperties": False}
     with fasteagle.load() as llm:
         question = "Give me a person as JSON."
         fast = llm.chat(question, json_schema=schema, max_new_tokens=80)

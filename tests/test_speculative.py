@@ -204,9 +204,7 @@ def test_the_right_token_on_any_branch_is_found(target):
         at = len(context)
         a, b = (truth[i] if i < len(truth) else 0 for i in (at, at + 1))
         rows = [context[-1], (a + 1) % 60, (a + 2) % 60, a, (b + 1) % 60, b]
-        return DraftTree(
-            torch.tensor(rows), torch.tensor([0, 0, 0, 0, 3, 3]), torch.ones(6, dtype=torch.bool)
-        )
+        return DraftTree(torch.tensor(rows), torch.tensor([0, 0, 0, 0, 3, 3]), torch.ones(6).bool())
 
     engine = Engine(target, 512, drafter=Fake(propose, 6, 2))
     assert generated(engine) == truth[len(PROMPT) :][:60]

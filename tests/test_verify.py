@@ -71,15 +71,8 @@ def test_multi_round_draws_anew_for_each_seed_and_position():
     """The numbers of a generator follow from 32 bits of its seed only."""
     p, tree = torch.full((1, 2**20), 2.0**-20), DraftTree(*torch.zeros(3, 1, dtype=torch.long))
     drawn = [
-        int(multi_round(p, p, tree, 0, seed, position).emitted[0])
-        for seed, position in (
-            (5, 7),
-            (5, 8),
-            (5, 7 + 2**12),
-            (6, 7),
-            (5 + 2**32, 7),
-            (5 + 2**20, 6),
-        )
+        int(multi_round(p, p, tree, 0, seed, at).emitted[0])
+        for seed, at in ((5, 7), (5, 8), (5, 7 + 2**12), (6, 7), (5 + 2**32, 7), (5 + 2**20, 6))
     ]
     assert len(set(drawn)) == len(drawn)
 

@@ -11,14 +11,8 @@ from helpers import generated
 
 _TRAINED = {"lr": 3e-3, "batch_tokens": 200, "steps": 30, "warmup": 5}
 OPTIONS = TrainOptions(**_TRAINED, draft_vocab_size=40, loss_vocab_size=30)
-OPTIONS_3 = TrainOptions(
-    algorithm="eagle3",
-    tap_layers=(0, 1, 2),
-    self_fed_steps=2,
-    **_TRAINED,
-    draft_vocab_size=40,
-    loss_vocab_size=40,
-)
+_TRAINED_3 = {**_TRAINED, "draft_vocab_size": 40, "loss_vocab_size": 40}
+OPTIONS_3 = TrainOptions("eagle3", tap_layers=(0, 1, 2), self_fed_steps=2, **_TRAINED_3)
 
 
 def talk(target, n=24, seed=0) -> list[Conversation]:

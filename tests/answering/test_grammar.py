@@ -344,15 +344,9 @@ def test_penalties_count_the_tokens_of_each_path(penalties):
 
 def test_bias_of_forbidden_tokens_opens_nothing(model, tokenizer, compiler):
     z = tokenizer.encode("z")[0]
-    request = AnswerRequest(
-        tokenizer.encode("abc"),
-        SamplingParams(),
-        AnswerOptions(12),
-        tokenizer.eos_ids,
-        bias={z: 1000.0},
-        mask=compiler.start(GrammarSpec("regex", "[ab]{6}")),
-        n_top=1,
-    )
+    usual = tokenizer.encode("abc"), SamplingParams(), AnswerOptions(12), tokenizer.eos_ids
+    mask = compiler.start(GrammarSpec("regex", "[ab]{6}"))
+    request = AnswerRequest(*usual, bias={z: 1000.0}, mask=mask, n_top=1)
     chunks = list(answer(Engine(model, 512, drafter=NgramDrafter()), tokenizer, request))
     assert re.fullmatch("[ab]{6}", "".join(c.text for c in chunks))
     assert sum(len(c.logprobs) for c in chunks) == sum(len(c.tokens) for c in chunks)

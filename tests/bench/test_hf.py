@@ -69,26 +69,16 @@ class Model:
         return torch.cat((ids, torch.tensor([[*itertools.chain(*self.pieces)]])), dim=1)
 
 
-SAMPLED = SamplingParams(
-    temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.2, seed=3
-)
+SAMPLED = SamplingParams(0.7, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.2, seed=3)
 
 
 def test_sampling_is_asked_for_with_every_parameter():
     model = Model([[5], [6]])
     turn = HFDecoder(model, SAMPLED, frozenset({9, 7})).turn([1, 2, 3], 20)
     passed = {name: value for name, value in model.options.items() if name != "attention_mask"}
-    assert passed == {
-        "do_sample": True,
-        "temperature": 0.7,
-        "top_k": 5,
-        "top_p": 0.9,
-        "min_p": 0.1,
-        "repetition_penalty": 1.2,
-        "max_new_tokens": 20,
-        "eos_token_id": [7, 9],
-        "pad_token_id": 7,
-    }
+    drawn = dict(do_sample=True, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1)
+    ends = dict(max_new_tokens=20, eos_token_id=[7, 9], pad_token_id=7)
+    assert passed == {**drawn, "repetition_penalty": 1.2, **ends}
     assert model.seed == 3
     assert (turn.tokens, turn.first, turn.passes, turn.prompt_tokens) == ([5, 6], 1, 1, 3)
     assert [n for n, _ in turn.chunks] == [1]

@@ -171,11 +171,7 @@ REFUSED = [
     ("quantize -o DIR --int4", "", "DIR is there already and not empty"),
     ("inspect-head", "''", "head '' is empty"),
     ("export-head x -o DIR/e", "", "Missing option '--to'. Choose from: eagle, specforge"),
-    (
-        "export-head smollm2-135m --to eagle -o DIR/e",
-        "--tokenizer-from x",
-        "is for --to gguf, this",
-    ),
+    ("export-head smollm2-135m --to eagle -o DIR/e", "--tokenizer-from x", "is for --to gguf"),
     ("export-head smollm2-135m --to eagle", "-o /proc/none", "cannot write /proc/none"),
     ("export-head smollm2-135m --to eagle", "-o /dev/null", "/dev/null is there already"),
     ("generate-data --out DIR/g --count 3", "--seeds DIR/one", "'instruction' is missing"),

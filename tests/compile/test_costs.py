@@ -239,10 +239,7 @@ def retuned(**changes):
         ("head eagle1, now eagle3", retuned(head="eagle3")),
         ("corpus False, now True", retuned(corpus=True)),
         ("shape TreeShape, now GatedChain", lambda d, e: setattr(d, "shape", GatedChain(8))),
-        (
-            "kv float32, now bfloat16",
-            lambda d, e: setattr(e.cache, "rows", e.cache.rows.bfloat16()),
-        ),
+        ("kv float32, now float16", lambda d, e: setattr(e.cache, "rows", e.cache.rows.half())),
         ("threads 2, now 3", lambda d, e: torch.set_num_threads(3)),
         ("rows 32, now 24", lambda d, e: setattr(e, "max_seq_len", 62)),
     ],

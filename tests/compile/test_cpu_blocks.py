@@ -158,21 +158,10 @@ def test_what_does_not_fit_the_blocks_is_refused():
     caches = [torch.zeros(2, 64, 16) for _ in range(2 * len(target.model.blocks))]
     T = 2
     paths, depths = torch.zeros(T, 3, dtype=torch.int32), torch.arange(T)
-    arguments = {
-        "x": torch.zeros(T, 64),
-        "cos": torch.ones(T, 16),
-        "sin": torch.zeros(T, 16),
-        "slots": torch.arange(T),
-        "mask": None,
-        "seq_len": torch.tensor(0),
-        "paths": paths,
-        "depths": depths,
-        "window": 0,
-        "caches": caches,
-        "tensors": tensors,
-        "n_head": 4,
-        "eps": 1e-5,
-    }
+    rows = dict(x=torch.zeros(T, 64), cos=torch.ones(T, 16), sin=torch.zeros(T, 16))
+    rows |= dict(slots=torch.arange(T), mask=None, seq_len=torch.tensor(0))
+    tree = dict(paths=paths, depths=depths, window=0)
+    arguments = rows | tree | dict(caches=caches, tensors=tensors, n_head=4, eps=1e-5)
 
     def with_one(items, i, new):
         return [*items[:i], new, *items[i + 1 :]]

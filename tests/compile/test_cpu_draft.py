@@ -88,10 +88,8 @@ def begin(target, drafter, length, count, params, seed=0):
     old = length - count
     for first in range(0, old, 8):
         n = min(8, old - first)
-        state.tokens[:n], state.features[:n] = (
-            tokens[first : first + n],
-            features[first : first + n],
-        )
+        state.tokens[:n] = tokens[first : first + n]
+        state.features[:n] = features[first : first + n]
         state.count.fill_(n)
         drafter.extend(state.committed(n), torch.tensor(first + n))
     state.tokens[:count], state.features[:count] = tokens[old:], features[old:]

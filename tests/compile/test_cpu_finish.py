@@ -40,30 +40,15 @@ def test_what_does_not_fit_the_end_of_a_cycle_is_refused(target):
     state, T = state_of(target, 5), 4
     arguments = {"logits": torch.zeros(T, 60), "read": torch.zeros(T, 64)}
     tree = Tree(torch.zeros(T).long(), torch.zeros(T).long(), torch.ones(T).bool())
-    memory = State(
-        seq_len=state.seq_len,
-        root=state.root,
-        count=state.count,
-        tokens=torch.zeros(9).long(),
-        features=torch.zeros(9, 64),
-        text=torch.zeros(99).long(),
-        result=torch.zeros(9).long(),
-        rows=state.cache.rows,
-    )
+    own = dict(seq_len=state.seq_len, root=state.root, count=state.count, rows=state.cache.rows)
+    tokens, text, result = (torch.zeros(n).long() for n in (9, 99, 9))
+    memory = State(**own, tokens=tokens, features=torch.zeros(9, 64), text=text, result=result)
 
     def run(arguments=arguments, tree=tree, memory=memory):
         state.seq_len.fill_(5)
         state.count.fill_(1)
-        torch.ops.fasteagle_cpu.finish_cycle(
-            **arguments,
-            tree=tree,
-            state=memory,
-            sampling=Sampling(),
-            depth=1,
-            in_place=False,
-            extends=True,
-            keeps=True,
-        )
+        how = dict(sampling=Sampling(), depth=1, in_place=False, extends=True, keeps=True)
+        torch.ops.fasteagle_cpu.finish_cycle(**arguments, tree=tree, state=memory, **how)
 
     run()
     half, other = torch.zeros(T, 64).half(), torch.zeros(2)
@@ -188,23 +173,15 @@ def test_tensors_of_a_state_may_be_replaced_between_two_cycles(target):
             assert torch.equal(one.features[:seen], two.features[:seen])
 
 
+EDGES = [SamplingParams(1.0, top_p=p) for p in (0.001, 0.9999)]
+EDGES += [SamplingParams(1.5, top_k=k) for k in (1, 50)]
+EDGES += [SamplingParams(1.5, top_k=1500, min_p=0.3), SamplingParams(2.0, top_k=40, top_p=0.5)]
+EDGES += [SamplingParams(100.0, top_k=1500), SamplingParams(2.0, min_p=0.1)]
+
+
 # Spreads of the logits: from nearly all tokens to one.
 @pytest.mark.parametrize(("V", "spread"), [(61, 0.05), (5003, 3.0), (5003, 20.0)])
-@pytest.mark.parametrize(
-    "params",
-    [
-        *DRAWN[1:],
-        SamplingParams(1.0, top_p=0.001),
-        SamplingParams(1.0, top_p=0.9999),
-        SamplingParams(1.5, top_k=1),
-        SamplingParams(1.5, top_k=50),
-        SamplingParams(1.5, top_k=1500, min_p=0.3),
-        SamplingParams(2.0, top_k=40, top_p=0.5),
-        SamplingParams(100.0, top_k=1500),
-        SamplingParams(2.0, min_p=0.1),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("params", [*DRAWN[1:], *EDGES], ids=str)
 def test_drawn_tokens_are_those_of_sampling(target, V, spread, params):
     """For ties and tokens that a grammar forbids, too, and with any number of threads."""
     spec = CycleSpec(None, 0, SamplingMode.of(params, V))

@@ -146,15 +146,9 @@ def test_what_does_not_fit_the_pass_is_refused(target):
     state = state_of(target, 5)
 
     def run(**changes):
-        arguments = {
-            "tokens": tree.tokens,
-            "seq_len": state.seq_len,
-            "paths": proposal.paths,
-            "depths": proposal.depths,
-            "rows": state.cache.rows,
-            "aux_layers": [],
-            "like": target.norm.weight,
-        }
+        arguments = dict(tokens=tree.tokens, seq_len=state.seq_len, paths=proposal.paths)
+        arguments |= dict(depths=proposal.depths, rows=state.cache.rows, aux_layers=[])
+        arguments["like"] = target.norm.weight
         *tensors, aux_layers, like = (arguments | changes).values()
         return native._target.run_together(*([tensor] for tensor in tensors), aux_layers, like)
 

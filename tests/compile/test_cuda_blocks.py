@@ -276,10 +276,8 @@ def test_the_size_of_a_tree_is_declared_as_it_is(n_candidates, n_nodes):
     ids = torch.arange(n_candidates)
     pool, root = Pool(ids, -torch.rand(n_candidates), torch.full_like(ids, -1)), ids[:1]
     there = Pool(*(each.to("meta") for each in pool[:3]))
-    expected, declared = (
-        rerank(pool, root, n_nodes),
-        cuda_ops.rerank(there, root.to("meta"), n_nodes),
-    )
+    expected = rerank(pool, root, n_nodes)
+    declared = cuda_ops.rerank(there, root.to("meta"), n_nodes)
     for name in ("tokens", "parents", "valid"):
         own, other = getattr(expected, name), getattr(declared, name)
         assert own.shape == other.shape and own.dtype == other.dtype

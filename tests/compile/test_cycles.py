@@ -114,10 +114,8 @@ def test_a_stop_rewinds_and_the_next_turn_goes_on(target, head, ahead):
         prompt += [*expected, 11, 12]
         if n > 7:
             assert engine.stats.cached_tokens > 10
-    stop = expected[5]
-    assert generated(engine, eos_ids=frozenset([stop])) == generated(
-        plain, eos_ids=frozenset([stop])
-    )
+    stop = frozenset([expected[5]])
+    assert generated(engine, eos_ids=stop) == generated(plain, eos_ids=stop)
 
 
 @pytest.mark.parametrize("ahead", [0, 1])

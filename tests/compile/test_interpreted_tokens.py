@@ -113,10 +113,8 @@ def test_candidates_of_no_score_at_all_are_none():
     scores[5:] = float("nan")
     clean = pool._replace(scores=torch.where(scores.isnan(), float("-inf"), scores))
     root = torch.tensor([7])
-    result, expected = (
-        cuda_ops.rerank(pool._replace(scores=scores), root, 12),
-        rerank(clean, root, 12),
-    )
+    result = cuda_ops.rerank(pool._replace(scores=scores), root, 12)
+    expected = rerank(clean, root, 12)
     assert torch.equal(result.tokens, expected.tokens) and torch.equal(result.valid, expected.valid)
     assert torch.equal(result.parents, expected.parents)
 

@@ -11,16 +11,9 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 64,
-    "max_position_embeddings": 128,
-}
+CONFIG = dict(architectures=["LlamaForCausalLM"], hidden_size=128, intermediate_size=256)
+CONFIG |= dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+CONFIG |= dict(vocab_size=64, max_position_embeddings=128)
 GROUP = 32
 LINEARS = {
     f"model.layers.{i}.{name}": shape
@@ -74,13 +67,8 @@ def make(
     if act_order:
         rng.shuffle(groups)
     scales = torch.from_numpy(rng.uniform(0.001, 0.1, (N, G))).to(dtype)
-    return Oracle(
-        bits,
-        rng.integers(0, 2**bits, (N, K)),
-        scales,
-        rng.integers(zeros[0], zeros[1] + 1, (N, G)),
-        groups,
-    )
+    q = rng.integers(0, 2**bits, (N, K))
+    return Oracle(bits, q, scales, rng.integers(zeros[0], zeros[1] + 1, (N, G)), groups)
 
 
 def words(fields: list[int], bits: int, order: tuple[int, ...] | None = None) -> list[int]:

@@ -47,11 +47,7 @@ BAD = [
     (CONFIG, {"rope_parameters": {"rope_type": 1}}, "rope_parameters.rope_type is 1: must be"),
     (CONFIG, {"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.factor is missing"),
     (CONFIG, {"rope_parameters": LLAMA3}, "rope_parameters.low_freq_factor is missing"),
-    (
-        CONFIG,
-        {"rope_parameters": EQUAL},
-        "rope_parameters.high_freq_factor is 4: must be above low",
-    ),
+    (CONFIG, {"rope_parameters": EQUAL}, "rope_parameters.high_freq_factor is 4: must be above"),
     (CONFIG, {"rope_parameters": {"rope_type": "yarn"}}, "RoPE scaling 'yarn'"),
     (CONFIG, {"architectures": 5}, "architectures is 5: must be a list of texts"),
     (CONFIG, {"architectures": None}, "architecture '(none)' is not supported; supported: Llama"),

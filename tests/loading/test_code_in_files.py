@@ -43,15 +43,11 @@ def load_model_folder(folder):
     return checkpoint.load("model.norm.weight")
 
 
-@pytest.mark.parametrize(
-    ("file", "legacy"),
-    [
-        ("head/pytorch_model.bin", False),
-        ("head/freq_9.pt", True),
-        ("model/pytorch_model.bin", True),
-        ("model/shard.bin", False),
-    ],
-)
+IS_LEGACY = {"head/pytorch_model.bin": False, "head/freq_9.pt": True}
+IS_LEGACY |= {"model/pytorch_model.bin": True, "model/shard.bin": False}
+
+
+@pytest.mark.parametrize(("file", "legacy"), IS_LEGACY.items())
 def test_pickles_run_nothing(tmp_path, file, legacy):
     """Alone in its file and beside tensors; torch's format and the one before it."""
     config = tiny_config(n_layer=8)

@@ -92,13 +92,8 @@ def test_quantized_folders_hold_the_same_model(tmp_path, family, number):
     assert (stored.load(name) - checkpoint.load(name)).abs().max() < 0.2
     router = "model.layers.1.mlp.gate.weight"
     assert torch.equal(stored.load(router), checkpoint.load(router))
-    model = load_model(
-        stored,
-        dtype=torch.bfloat16,
-        device="cpu",
-        max_seq_len=64,
-        quantized=Linears(stored, "cpu", torch.bfloat16),
-    )
+    bf16, linears = torch.bfloat16, Linears(stored, "cpu", torch.bfloat16)
+    model = load_model(stored, dtype=bf16, device="cpu", max_seq_len=64, quantized=linears)
     moe = model.blocks[1].mlp
     assert isinstance(moe, MoE) and moe.router.weight.dtype == torch.float32
     # In fp32 the products are those of the stored values, whatever the router makes of them.
@@ -118,14 +113,10 @@ def q4_k_m(name: str) -> str:
 )
 def test_gguf_blocks_are_read_expert_by_expert(tmp_path, family, architecture):
     """Also where the blocks' scales are multiplied (Granite)."""
-    sizes = {
-        "hidden_size": 256,
-        "intermediate_size": 256,
-        "moe_intermediate_size": 256,
-        "shared_expert_intermediate_size": 256,
-    }
+    sizes = {"hidden_size", "intermediate_size", "moe_intermediate_size"}
+    sizes |= {"shared_expert_intermediate_size"}
     known = vars(make_hf_model(family).config).keys()
-    hf = make_hf_model(family, **{k: v for k, v in sizes.items() if k in known})
+    hf = make_hf_model(family, **dict.fromkeys(sizes & known, 256))
     stored = write_gguf(tmp_path / "m.gguf", hf, q4_k_m, architecture)
     file = open_checkpoint(tmp_path / "m.gguf")
     assert (file.own_scheme.bits, file.own_scheme.method) == (4, "own")

@@ -265,15 +265,9 @@ GGUF_KEYS = (
     *("attention.layer_norm_rms_epsilon", "attention.sliding_window", "rope.freq_base"),
     *("rope.scaling.type", "rope.scaling.factor", "expert_count"),
 )
-GGUF_GOOD = {
-    "general.architecture": "llama",
-    "llama.embedding_length": 64,
-    "llama.block_count": 1,
-    "llama.context_length": 512,
-    "llama.feed_forward_length": 96,
-    "llama.attention.head_count": 4,
-    "llama.attention.layer_norm_rms_epsilon": 1e-5,
-}
+GGUF_GOOD = {"general.architecture": "llama", "llama.embedding_length": 64, "llama.block_count": 1}
+GGUF_GOOD |= {"llama.context_length": 512, "llama.feed_forward_length": 96}
+GGUF_GOOD |= {"llama.attention.head_count": 4, "llama.attention.layer_norm_rms_epsilon": 1e-5}
 
 
 @fuzz(500)

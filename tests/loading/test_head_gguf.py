@@ -177,13 +177,9 @@ def test_quantized_tensors_and_names_of_forks(target, tmp_path):
     head = head_for(target, KIND)
     state = official_state(head)
     writer = GGUFWriter(tmp_path / "h.gguf", "eagle3")
-    for key, value in {
-        "embedding_length": 32,
-        "feed_forward_length": 48,
-        "attention.head_count": 4,
-        "attention.head_count_kv": 2,
-        "vocab_size": 60,
-    }.items():
+    fields = {"embedding_length": 32, "feed_forward_length": 48, "vocab_size": 60}
+    fields |= {"attention.head_count": 4, "attention.head_count_kv": 2}
+    for key, value in fields.items():
         writer.add_uint32(f"eagle3.{key}", value)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_array("eagle3.extract_layers", list(AUX_LAYERS))

@@ -261,6 +261,10 @@ def put(part, value):
     return change
 
 
+def unpacked(zero):
+    return lambda t: t.new_full((8 * len(t), t.shape[1]), zero).char()
+
+
 @pytest.mark.parametrize(
     ("case", "change", "expected"),
     [
@@ -290,21 +294,9 @@ def put(part, value):
         ("compressed", put("weight_scale", lambda t: t[:, :3]), "shapes do not fit"),
         ("compressed", put("weight_scale", lambda t: t[:, :2]), "is 4-bit g64, where"),
         ("compressed", put("weight_zero_point", lambda t: t[:8]), "weight_zero_point is torch.int"),
-        (
-            "compressed",
-            put("weight_zero_point", lambda t: t.new_full((8 * len(t), t.shape[1]), -9).char()),
-            "weight_zero_point is beyond 4 b",
-        ),
-        (
-            "compressed",
-            put("weight_zero_point", lambda t: t.new_full((8 * len(t), t.shape[1]), 9).char()),
-            "weight_zero_point is beyond 4 b",
-        ),
-        (
-            "compressed",
-            put("weight_packed", lambda t: t.long()),
-            r"weight_packed words of torch\.i",
-        ),
+        ("compressed", put("weight_zero_point", unpacked(-9)), "weight_zero_point is beyond 4 b"),
+        ("compressed", put("weight_zero_point", unpacked(9)), "weight_zero_point is beyond 4 b"),
+        ("compressed", put("weight_packed", lambda t: t.long()), r"_packed words of torch\.i"),
         ("compressed", put("weight_packed", lambda t: t[:64]), "shapes do not fit"),
         ("compressed", put("weight", torch.zeros(128, 128)), "q_proj.weight is there unpacked"),
     ],

@@ -37,12 +37,8 @@ def own_head(model, checkpoint, tmp_path):
     """An EAGLE-3 head of ours for the tiny model, and its folder."""
     eagle3 = Eagle3Config(aux_layers=(0, 1, 3), target_dim=64)
     head = random_head(model, eagle3=eagle3, rope_scaling=None, rope_base=1e4, qk_norm=False)
-    header = {
-        "target_fingerprint": fingerprint(checkpoint),
-        "target": "tiny",
-        "scheme": "int4-g64",
-        "tau": 2.5,
-    }
+    header = {"target": "tiny", "scheme": "int4-g64", "tau": 2.5}
+    header["target_fingerprint"] = fingerprint(checkpoint)
     save_head(tmp_path / "own", head, header, torch.bfloat16)
     return tmp_path / "own"
 

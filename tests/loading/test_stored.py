@@ -153,10 +153,7 @@ DAMAGE = [
     (lose_all, "config.json"),
     (said("quantization_config", format=99), "quantized format 99, this fasteagle reads"),
     (said("quantization_config", scheme={}), "bits is missing"),
-    (
-        said("quantization_config", packed={f"{PART[:-1]}": {"bits": 4, "group_size": 64}}),
-        "not fit",
-    ),
+    (said("quantization_config", packed={PART[:-1]: {"bits": 4, "group_size": 64}}), "not fit"),
     (packs_a_vector, "does not fit its header"),
     (said("model", rope_freq_factors=[1.0, 2.0]), "rope_freq_factors is .* must be 8 numbers"),
     (put("q", lambda q: None), "names tensors that are not there: .*: quantize the"),

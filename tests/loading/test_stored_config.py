@@ -15,16 +15,8 @@ from fasteagle.loading.tensors import DummyCheckpoint
 from fasteagle.quant.scheme import Scheme
 from helpers import edit_json, tiny_config
 
-MOE = MoEConfig(
-    n_expert=4,
-    top_k=2,
-    ffn_dim=16,
-    renormalize=True,
-    scale=2.5,
-    shared_ffn_dim=24,
-    shared_gate=True,
-    choice_bias=True,
-)
+SHARED = dict(shared_ffn_dim=24, shared_gate=True)
+MOE = MoEConfig(4, 2, 16, renormalize=True, scale=2.5, choice_bias=True, **SHARED)
 
 
 def saved(folder, config: ModelConfig, n_norms: int = 1) -> StoredFolder:

@@ -100,18 +100,10 @@ def test_sentencepiece_model_alone(tmp_path):
     import sentencepiece
 
     corpus = tmp_path / "corpus.txt"
-    corpus.write_text(
-        "\n".join(f"the quick brown fox number {i} jumps over it" for i in range(200))
-    )
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(corpus),
-        model_prefix=str(tmp_path / "tokenizer"),
-        vocab_size=320,
-        model_type="bpe",
-        byte_fallback=True,
-        character_coverage=1.0,
-        minloglevel=2,
-    )
+    corpus.write_text("\n".join(f"the quick brown fox number {i} jumps" for i in range(200)))
+    options = dict(model_type="bpe", byte_fallback=True, character_coverage=1.0, minloglevel=2)
+    files = dict(input=str(corpus), model_prefix=str(tmp_path / "tokenizer"))
+    sentencepiece.SentencePieceTrainer.train(**files, vocab_size=320, **options)
     edit = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(edit))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))

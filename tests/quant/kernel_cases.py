@@ -11,16 +11,9 @@ from fasteagle.quant.packed import PackedWeight
 
 FORMATS = ("g128", "g64", "g32", "g128-offsets", "g64-offsets", "g32-offsets", "int8", "int8-g32")
 # Odd N; K of both tiles, of two splits that differ in length, and without a whole tile.
-SHAPES = {
-    "g128": (129, 1152),
-    "g64": (131, 192),
-    "g32": (129, 96),
-    "g128-offsets": (130, 256),
-    "g64-offsets": (1, 192),
-    "g32-offsets": (131, 1152),
-    "int8": (129, 1152),
-    "int8-g32": (131, 96),
-}
+SHAPES = {"g128": (129, 1152), "g64": (131, 192), "g32": (129, 96), "g128-offsets": (130, 256)}
+SHAPES |= {"g64-offsets": (1, 192), "g32-offsets": (131, 1152)}
+SHAPES |= {"int8": (129, 1152), "int8-g32": (131, 96)}
 
 
 def random_weight(

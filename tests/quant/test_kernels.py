@@ -42,17 +42,11 @@ def test_packing_comes_back(name):
         assert torch.equal(interleaved.dequantize(laid_out), weight.dequantize())
 
 
-@pytest.mark.parametrize(
-    ("name", "K", "tile"),
-    [
-        ("g128", 256, 128),
-        ("g64", 256, 128),
-        ("g32", 96, 64),
-        ("int8", 192, 64),
-        ("int8", 256, 128),
-        ("int8-g32", 256, 64),
-    ],
-)
+TILES = [("g128", 256, 128), ("g64", 256, 128), ("g32", 96, 64)]
+TILES += [("int8", 192, 64), ("int8", 256, 128), ("int8-g32", 256, 64)]
+
+
+@pytest.mark.parametrize(("name", "K", "tile"), TILES)
 def test_field_j_of_row_r_holds_column_r_of_plane_j(name, K, tile):
     weight = random_weight(name, 5, K)
     stored = interleaved.pack(weight).words.numpy().view(np.uint16)
@@ -151,15 +145,8 @@ def test_package_needs_no_triton():
     assert output_of(code) == "False\n[[32.0, 32.0]]\n"
 
 
-SEVEN_B = {
-    "qkv": (12288, 4096),
-    "out": (4096, 4096),
-    "gate_up": (22016, 4096),
-    "down": (4096, 11008),
-    "lm_head": (32000, 4096),
-}
-
-
+SEVEN_B = {"qkv": (12288, 4096), "out": (4096, 4096), "gate_up": (22016, 4096)}
+SEVEN_B |= {"down": (4096, 11008), "lm_head": (32000, 4096)}
 CARD = tiling.Card.like_3090(82)
 
 

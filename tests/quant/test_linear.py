@@ -34,16 +34,8 @@ from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import Scheme
 from helpers import random_head, random_target, tiny_config
 
-SCHEMES = [
-    Scheme(8),
-    Scheme(8, 32),
-    Scheme(4, 32),
-    Scheme(4, 64),
-    Scheme(4, 128),
-    Scheme(4, 32, "hqq"),
-    Scheme(4, 64, "hqq"),
-    Scheme(4, 128, "hqq"),
-]
+SCHEMES = [Scheme(8), Scheme(8, 32)]
+SCHEMES += [Scheme(4, group, method) for method in ("minmax", "hqq") for group in (32, 64, 128)]
 
 
 def weight(n=48, k=256, seed=0) -> torch.Tensor:
@@ -172,15 +164,8 @@ def test_modules_multiply_what_is_stored(scheme, n, rows):
 @pytest.mark.parametrize("method", ["minmax", "hqq"])
 @pytest.mark.parametrize(
     ("k", "group", "runs_in"),
-    [
-        (192, 96, 32),
-        (1024, 512, 256),
-        (1024, 1024, 256),
-        (256, 256, 256),
-        (96, 0, 32),
-        (128, 16, None),
-        (80, 0, None),
-    ],
+    [(k, group, 256) for k, group in ((1024, 512), (1024, 1024), (256, 256))]
+    + [(192, 96, 32), (96, 0, 32), (128, 16, None), (80, 0, None)],
 )
 def test_int4_in_groups_that_aten_has_not(method, k, group, runs_in):
     """Groups are split where that fits, else the weight is dense."""
@@ -211,12 +196,8 @@ def test_int8_of_widths_that_aten_has_not(k, kind):
 
 def test_each_weight_is_held_once():
     """Bytes of a module's buffers: design's figures for int4, one byte a weight for int8."""
-    for scheme, most in (
-        (Scheme(4, 32), 0.63),
-        (Scheme(4, 64), 0.57),
-        (Scheme(4, 128), 0.54),
-        (Scheme(8), 1.01),
-    ):
+    limits = {Scheme(4, 32): 0.63, Scheme(4, 64): 0.57, Scheme(4, 128): 0.54, Scheme(8): 1.01}
+    for scheme, most in limits.items():
         module = make_linear(quantize_weight(weight(), scheme), None, "cpu", torch.bfloat16)
         held = sum(t.numel() * t.element_size() for t in module.buffers())
         assert held / (48 * 256) <= most and not list(module.parameters())

@@ -57,19 +57,17 @@ LLAMA = """\
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ head("assistant") }}{% endif %}"""
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "The weather of a city.",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"enum": ["Rome", "Oslo"]}},
-            "required": ["city"],
-            "additionalProperties": False,
-        },
-    },
-}
+
+
+def closed(**properties):
+    """JSON schema of an object with these properties and no others."""
+    more = {"required": [*properties], "additionalProperties": False}
+    return {"type": "object", "properties": properties, **more}
+
+
+WEATHER = {"description": "The weather of a city."}
+WEATHER |= {"name": "weather", "parameters": closed(city={"enum": ["Rome", "Oslo"]})}
+WEATHER = {"type": "function", "function": WEATHER}
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 

@@ -8,7 +8,7 @@ import re
 import httpx
 import openai
 import pytest
-from live_server import LETTER_ID, QWEN, number
+from live_server import LETTER_ID, QWEN, closed, number
 
 from fasteagle.answering.answer import Chunk
 from fasteagle.answering.answer_logits import AnswerRequest, TokenLogprob
@@ -294,12 +294,7 @@ def test_offsets_count_the_characters_of_the_text(live):
 
 def test_structured_output(client, name):
     pytest.importorskip("llguidance")
-    schema = {
-        "type": "object",
-        "properties": {"answer": {"enum": ["yes", "no"]}},
-        "required": ["answer"],
-        "additionalProperties": False,
-    }
+    schema = closed(answer={"enum": ["yes", "no"]})
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}
     reply = ask(client, name, response_format=form, max_tokens=100)
     assert json.loads(reply.choices[0].message.content)["answer"] in ("yes", "no")

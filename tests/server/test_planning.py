@@ -128,9 +128,7 @@ def test_log_probabilities_decode_a_token_once(live, monkeypatch):
     assert len(texts) == len(set(texts)) > 20
 
 
-@pytest.mark.parametrize(
-    "more", [{}, {"tools": [WEATHER], "tool_choice": "none"}], ids=["no tools", "none"]
-)
+@pytest.mark.parametrize("more", [{}, {"tools": [WEATHER], "tool_choice": "none"}], ids=len)
 def test_earlier_calls_are_rendered_by_the_template_for_tools(live, monkeypatch, more):
     """They were left out without a word where the request has no tools, or shall not call any."""
     tokenizer, planner = live.llm.tokenizer, live.server.planner

@@ -97,11 +97,8 @@ def test_langchain(live, where, calls, plant):
 def test_litellm(live, where, calls, plant, monkeypatch):
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it is fetched
     litellm = pytest.importorskip("litellm")
-    where = {
-        "api_base": where["base_url"],
-        "api_key": "none",
-        "model": f"openai/{live.server.name}",
-    }
+    model = f"openai/{live.server.name}"
+    where = {"api_base": where["base_url"], "api_key": "none", "model": model}
     plant("hello there")
     reply = litellm.completion(messages=MESSAGES, user="me", **where)
     assert reply.choices[0].message.content == "hello there"

@@ -247,12 +247,7 @@ def test_the_rate_of_several_answers_is_that_of_all_of_them():
 def test_the_numbers_of_an_answers_speculation():
     stats = Stats(new_tokens=8, passes=3, drafted=12, ttft=0.25, decode_seconds=2.0)
     stats.path_lengths = [2, 0, 2]
-    assert server_replies.speculation(stats) == {
-        "passes": 3,
-        "drafted_tokens": 12,
-        "accepted_tokens": 4,
-        "tau": 2.3333,
-        "accepted_per_position": [0.6667, 0.6667],
-        "tokens_per_second": 3.5,
-        "time_to_first_token": 0.25,
-    }
+    counts = dict(passes=3, drafted_tokens=12, accepted_tokens=4, tau=2.3333)
+    times = dict(tokens_per_second=3.5, time_to_first_token=0.25)
+    expected = {**counts, "accepted_per_position": [0.6667, 0.6667], **times}
+    assert server_replies.speculation(stats) == expected

@@ -16,20 +16,18 @@ from fasteagle.server.replies import AnswerText
 from fasteagle.server.tools import HERMES, LLAMA3, Call, before_cut_call, parse_calls
 
 BARE = '{"name": "weather", "parameters": {"city": "Rome"}}'
+ROME = ("weather", {"city": "Rome"})
+NOTHING = '{"name": "f", "parameters": {}}'
+MARK = "x </tool_call> y"
+ANNA = '<tool_call>{"name": "Anna"}</tool_call>'
 
 
 def read(text, step=1000, form=None, is_cut=False, opened="", most_calls=None, may_think=False):
     """Read an answer that comes in steps: what is shown before its end, all of it, and the rest."""
     request = AnswerRequest([1], SamplingParams(), AnswerOptions(), frozenset())
     names = frozenset({"weather"})
-    plan = Plan(
-        [request],
-        opened=opened,
-        may_think=may_think,
-        tools=form,
-        tool_names=names,
-        most_calls=most_calls,
-    )
+    tools = dict(tools=form, tool_names=names, most_calls=most_calls)
+    plan = Plan([request], opened=opened, may_think=may_think, **tools)
     answer = AnswerText(plan)
     pieces = [answer.push(Chunk(text[i : i + step])) for i in range(0, len(text), step)]
     shown = "".join(piece.content for piece in pieces)
@@ -40,51 +38,31 @@ def read(text, step=1000, form=None, is_cut=False, opened="", most_calls=None, m
 @pytest.mark.parametrize(
     ("text", "form", "left", "calls"),
     [
-        (CALL, HERMES, "", [("weather", {"city": "Rome"})]),
-        ("Let me see. " + CALL, HERMES, "Let me see.", [("weather", {"city": "Rome"})]),
-        (CALL + "\n" + CALL, HERMES, "", [("weather", {"city": "Rome"})] * 2),
+        (CALL, HERMES, "", [ROME]),
+        ("Let me see. " + CALL, HERMES, "Let me see.", [ROME]),
+        (CALL + "\n" + CALL, HERMES, "", [ROME] * 2),
         ('<tool_call>{"name": "f"}</tool_call>', HERMES, "", [("f", {})]),
         ("<tool_call>{broken}</tool_call>", HERMES, None, []),
         ('<tool_call>{"name": "f", "arguments": 3}</tool_call>', HERMES, None, []),
         ('<tool_call>{"name": "f"', HERMES, None, []),
         ("no call", HERMES, None, []),
-        (
-            '<tool_call>\n{"name": "f", "arguments": {"a": "x </tool_call> y"}}\n</tool_call> z',
-            HERMES,
-            "z",
-            [("f", {"a": "x </tool_call> y"})],
-        ),
-        (
-            CALL + '<tool_call>{"name": "Anna"}</tool_call>' + CALL,
-            HERMES,
-            '<tool_call>{"name": "Anna"}</tool_call>',
-            [("weather", {"city": "Rome"})] * 2,
-        ),
+        (CALL.replace("Rome", MARK) + " z", HERMES, "z", [("weather", {"city": MARK})]),
+        (CALL + ANNA + CALL, HERMES, ANNA, [ROME] * 2),
         (CALL.replace('"Rome"', r'"\ud83d"'), HERMES, "", [("weather", {"city": "?"})]),
         (CALL.replace('"Rome"', "NaN"), HERMES, None, []),
         ('{"name": "f", "parameters": {"a": 1}}', LLAMA3, "", [("f", {"a": 1})]),
-        (
-            '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}',
-            LLAMA3,
-            "",
-            [("f", {}), ("g", {})],
-        ),
-        (f" \n{BARE}\n", LLAMA3, "", [("weather", {"city": "Rome"})]),
-        (f"{BARE}\n{BARE}", LLAMA3, "", [("weather", {"city": "Rome"})] * 2),
-        ('{"name": "f", "parameters": {}} and more', LLAMA3, None, []),
+        (f"{NOTHING}; {NOTHING.replace('f', 'g')}", LLAMA3, "", [("f", {}), ("g", {})]),
+        (f" \n{BARE}\n", LLAMA3, "", [ROME]),
+        (f"{BARE}\n{BARE}", LLAMA3, "", [ROME] * 2),
+        (f"{NOTHING} and more", LLAMA3, None, []),
         ('{"name": "f"}', LLAMA3, None, []),
         ('{"name": "Anna", "parameters": {}}', LLAMA3, None, []),
         ('{"name": [], "parameters": {}}', LLAMA3, None, []),
         ("[" * 100_000, LLAMA3, None, []),
-        ('<tool_call>{"name": "Anna"}</tool_call>', HERMES, None, []),
+        (ANNA, HERMES, None, []),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", HERMES, None, []),
-        ("</tool_call> " + CALL, HERMES, "</tool_call>", [("weather", {"city": "Rome"})]),
-        (
-            "say <tool_call> like " + CALL,
-            HERMES,
-            "say <tool_call> like",
-            [("weather", {"city": "Rome"})],
-        ),
+        ("</tool_call> " + CALL, HERMES, "</tool_call>", [ROME]),
+        ("say <tool_call> like " + CALL, HERMES, "say <tool_call> like", [ROME]),
         ('{"city": "Rome"}', LLAMA3, None, []),
     ],
 )
@@ -97,7 +75,7 @@ def test_reading_calls_back(text, form, left, calls):
 @pytest.mark.parametrize("step", [1, 3, 7, 1000])
 @pytest.mark.parametrize("form", [HERMES, LLAMA3], ids=["hermes", "llama3"])
 def test_a_stream_shows_text_and_never_a_part_of_a_call(form, step):
-    call = CALL if form is HERMES else '{"name": "weather", "parameters": {"city": "Rome"}}'
+    call = CALL if form is HERMES else BARE
     texts = ["plain < text", call, "[{"] + (["a <b> " + call] if form is HERMES else [])
     for text in texts:
         shown, content, _, answer = read(text, step, form)
@@ -112,8 +90,7 @@ def test_a_stream_shows_text_and_never_a_part_of_a_call(form, step):
 @pytest.mark.parametrize("step", [1, 3, 5, 7, 1000])
 def test_an_answer_that_begins_with_text_is_no_call_without_marks(step):
     """However it is cut into pieces; and what `max_tokens` cuts of it stays."""
-    call = '{"name": "weather", "parameters": {"city": "Rome"}}'
-    for text in (f"Sure: {call}", 'JSON is\n{"name": "Bob", "age'):
+    for text in (f"Sure: {BARE}", 'JSON is\n{"name": "Bob", "age'):
         for is_cut in (False, True):
             shown, content, _, answer = read(text, step, LLAMA3, is_cut)
             assert shown == content == text and not answer.calls
@@ -164,10 +141,8 @@ def test_text_after_calls_is_no_cut_call():
 
 @pytest.mark.parametrize("step", [1, 4, 100])
 def test_thoughts_are_told_apart(step):
-    for opened, text in (
-        ("", "<think>\nhm\n</think>\n\nyes"),
-        ("<think>\n", "\nhm\n</think>\n\nyes"),
-    ):
+    for opened, begin in (("", "<think>"), ("<think>\n", "")):
+        text = f"{begin}\nhm\n</think>\n\nyes"
         _, content, reasoning, _ = read(text, step, opened=opened, may_think=True)
         assert content == "yes" and reasoning.strip() == "hm"
     text = "<think>\nhm\n</think>\n\nyes"  # of a model without thoughts, or in a form

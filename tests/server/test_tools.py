@@ -83,18 +83,9 @@ def test_calls_that_are_no_json_are_texts_of_the_conversation(client, live, monk
     assert lengths[1] > lengths[0]
 
 
-NESTED = {
-    "type": "function",
-    "function": {
-        "name": "nested",
-        "parameters": {
-            "$defs": {"Unit": {"enum": ["C"]}, "Place": {"$ref": "#/$defs/Unit"}},
-            "type": "object",
-            "properties": {"unit": {"$ref": "#/$defs/Place"}},
-            "required": ["unit"],
-        },
-    },
-}
+NESTED = {"type": "object", "properties": {"unit": {"$ref": "#/$defs/Place"}}, "required": ["unit"]}
+NESTED |= {"$defs": {"Unit": {"enum": ["C"]}, "Place": {"$ref": "#/$defs/Unit"}}}
+NESTED = {"type": "function", "function": {"name": "nested", "parameters": NESTED}}
 UNTYPED = {"properties": {"a": {"type": "integer"}}, "required": ["a"]}
 UNTYPED = {"type": "function", "function": {"name": "untyped", "parameters": UNTYPED}}
 FREE = {"type": "object", "additionalProperties": {"type": "integer"}}
