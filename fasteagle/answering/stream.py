@@ -35,7 +35,7 @@ class TextStream:
     def push(self, ids: Iterable[int]) -> str:
         """Add tokens; return the text that they complete (may be empty)."""
         ids = list(ids)
-        if self.stopped or not ids:  # decoding no tokens would lose the context
+        if self.stopped or not ids:  # else what is held back would be decoded again
             return ""
         self._unread.extend(ids)
         n_unread = len(self._unread)

@@ -32,13 +32,6 @@ def feed(stream, ids):
     return [stream.push([i]) for i in ids] + [stream.finish()]
 
 
-@pytest.mark.parametrize("text", ["hello", "Zürich → 東京 🙂", "e\u0301 👩‍👩‍👧 नमस्ते"])
-def test_no_piece_holds_half_a_character(text):
-    pieces = feed(TextStream(Bytes()), text.encode())
-    assert "".join(pieces) == text
-    assert not any("\ufffd" in piece for piece in pieces)
-
-
 def test_wrong_bytes_inside_do_not_hold_up_the_rest():
     pieces = feed(TextStream(Bytes()), b"a\xffbc")
     assert "".join(pieces) == "a\ufffdbc" and pieces[2] == "\ufffdb"
@@ -68,38 +61,6 @@ def test_the_beginning_of_a_stop_string_is_held_back_then_released():
     stream = TextStream(Words("a", "EN"), ["END!"])
     assert [stream.push([0]), stream.push([1]), stream.finish()] == ["a", "", "EN"]
     assert not stream.stopped
-
-
-def test_any_split_gives_the_same_text():
-    rng = random.Random(0)
-    text = "naïve façade 東京 stop me if you can 🙂 end"
-    data = text.encode()
-    for _ in range(50):
-        stream = TextStream(Bytes(), ["if you"])
-        ids, out, i = list(data), "", 0
-        while i < len(ids):
-            n = rng.randint(1, 5)
-            out += stream.push(ids[i : i + n])
-            i += n
-        assert out + stream.finish() == "naïve façade 東京 stop me "
-
-
-class Sentencepiece:
-    """Drops the blank a text begins with, as Llama-2's decoder does."""
-
-    pieces = (" Hello", " world", " again")
-
-    def decode(self, ids):
-        return "".join(self.pieces[i] for i in ids).removeprefix(" ")
-
-
-def test_pushing_nothing_forgets_nothing():
-    """A cycle that accepts no guess pushes an empty part before its one token."""
-    stream = TextStream(Sentencepiece())
-    out = ""
-    for i in range(3):
-        out += stream.push([]) + stream.push([i])
-    assert out + stream.finish() == "Hello world again"
 
 
 class Decoder:
@@ -143,28 +104,23 @@ def wrong_ids(rng):
     return ids
 
 
-PIECES = [
-    "ab",
-    " b",
-    "\u2019s",
-    "\xe9",
-    "\u4e2d\u6587",
-    "\U0001f642",
-    "\U0001f468\u200d\U0001f469\u200d\U0001f467",
-    "\u2000" * 40,
-]
+PIECES = ["ab", " b", "\u2019s", "\xe9", "\u4e2d\u6587", "\U0001f642", "\u2000" * 40]
+PIECES += ["\U0001f468\u200d\U0001f469\u200d\U0001f467"]
 
 
 @pytest.mark.parametrize("made", [byte_level, byte_fallback])
 def test_the_text_is_that_of_one_decode_however_the_tokens_come(made):
-    """Passes of one size can all end within a character, and tokens within the next one."""
+    """Passes of one size can all end within a character, and tokens within the next one.
+
+    A cycle that accepts no guess pushes an empty part before its one token.
+    """
     decoder, rng = made(), random.Random(0)
     for i in range(240):
         text = "".join(rng.choice(PIECES) * rng.choice([1, 1, 40]) for _ in range(5))
         ids = decoder.tokenizer.encode(text).ids
         if made is byte_level and i % 3 == 0:
             ids = wrong_ids(rng)
-        sizes = rng.choice([[1], [4], [8], [1, 2, 3, 4, 5, 6]])
+        sizes = rng.choice([[1], [4], [8], [0, 1, 2, 3, 4, 5, 6]])
         stream, out, at = TextStream(decoder), "", rng.choice([0, 1, 3])
         out += stream.push(ids[:at])
         while at < len(ids):
