@@ -97,12 +97,6 @@ def test_loading_from_python_names_the_argument(tiny_dir, keywords, message):
     assert message in str(caught.value)
 
 
-@pytest.fixture(scope="module")
-def llm(tiny_dir):
-    with fasteagle.load(str(tiny_dir), precision="fp32", drafter="none") as made:
-        yield made
-
-
 @pytest.mark.parametrize(("prompt", "keywords", "message"), REQUESTS, ids=shown)
 def test_asking_from_python_names_the_argument(llm, prompt, keywords, message):
     with pytest.raises(FasteagleError) as caught:
