@@ -197,8 +197,8 @@ class SideBySide(nn.Module):
         return torch.cat([linear(x) for linear in self.linears], dim=-1)
 
 
-def use_references(module: nn.Module) -> None:
-    """Compute the products inside `module` in torch from now on, because our kernels failed."""
+def use_references(module: nn.Module, on: bool = True) -> None:
+    """Compute the products inside `module` in torch from now on, or by our kernels again."""
     for linear in module.modules():
         if isinstance(linear, KernelLinear):
-            linear.use_reference()
+            linear.use_reference(on)

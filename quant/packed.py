@@ -196,9 +196,9 @@ class KernelLinear(nn.Module):
     out_features: int
     _by_reference = False
 
-    def use_reference(self) -> None:
-        """Compute products in torch from now on, slowly: our kernels are wrong on this device."""
-        self._by_reference = True
+    def use_reference(self, on: bool = True) -> None:
+        """Compute products in torch from now on, slowly, or by our kernels again."""
+        self._by_reference = on
 
     def forward(self, x: Tensor) -> Tensor:
         return self.exact(x).to(x.dtype)

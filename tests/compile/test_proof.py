@@ -106,6 +106,15 @@ def test_a_wrong_pass_is_the_cores(model, wrong, monkeypatch, capsys):
     proof.prove(CpuBackend(model), strict=True)
 
 
+def test_weights_that_enlarge_roundings_have_their_own_tolerance(model, monkeypatch):
+    monkeypatch.setattr(proof, "PASS_TOLERANCE", 0.0)
+    proof.prove(CpuBackend(model), strict=True)
+    assert not any(getattr(module, "_by_reference", False) for module in model.modules())
+    monkeypatch.setattr(proof, "ERRORS", 0)
+    with pytest.raises(FasteagleError, match="passes of backend cpu .*off by"):
+        proof.prove(CpuBackend(native_target(model.config, bits=8)), strict=True)
+
+
 @pytest.mark.parametrize("damaged", ["", "[]", "null", "{"])
 def test_a_damaged_record_is_made_again(model, damaged):
     for content in ("{}", damaged, "{}"):
