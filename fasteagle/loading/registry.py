@@ -9,12 +9,10 @@ import os
 from pathlib import Path
 
 from fasteagle.config import ModelConfig
-from fasteagle.errors import FasteagleError, suggest
+from fasteagle.errors import LONGEST_SHOWN, FasteagleError, cut, shown, suggest
 from fasteagle.loading import hub
 from fasteagle.loading.entries import REGISTRY, Entry
 from fasteagle.paths import cache_dir
-
-LONGEST_NAME = 1024  # characters of a path
 
 
 def resolve(model: str) -> Path:
@@ -22,27 +20,22 @@ def resolve(model: str) -> Path:
 
     Raises `FasteagleError` for unknown names (with similar ones), gated or absent repositories.
     """
-    if not isinstance(model, str) or not model.strip():
+    if not isinstance(model, str) or not model.strip() or "\0" in model:
         raise FasteagleError(
-            f"model {model!r} is no name: give one of `fasteagle models`, or a path"
+            f"model {shown(model)} is no name: give one of `fasteagle models`, or a path"
         )
     if model in REGISTRY:
         return _resolve_entry(model, REGISTRY[model])
-    if len(model) > LONGEST_NAME or "\0" in model:
-        raise FasteagleError(
-            f"model {model[:40]!r}... of {len(model):,} characters is no name: give one of "
-            "`fasteagle models`, or a path"
-        )
     path = Path(os.path.expanduser(model))
     if os.path.exists(path):
         return _model_file(path)
     if model.endswith(".gguf") or model.startswith((".", "/", "~")):
-        raise FasteagleError(f"{model}: no such file or folder")
+        raise FasteagleError(f"{cut(model, LONGEST_SHOWN)}: no such file or folder")
     if hub.is_repo_id(model):
         return hub.fetch_repo(model, None)
     near = suggest(model, REGISTRY) or ":"
     raise FasteagleError(
-        f"unknown model {model!r}{near} `fasteagle models` lists the names; "
+        f"unknown model {shown(model)}{near} `fasteagle models` lists the names; "
         "a folder, a .gguf file and a Hugging Face id (owner/name) work too"
     )
 

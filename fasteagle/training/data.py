@@ -14,12 +14,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from fasteagle.errors import FasteagleError, note
 from fasteagle.generate import Engine
-from fasteagle.loading.tensors import open_safetensors
+from fasteagle.loading.tensors import mapped_tensors
 from fasteagle.paths import replacing, require_free_space
 from fasteagle.prompts import Conversation
 from fasteagle.training.parallel import ALONE, Ranks
@@ -126,7 +125,7 @@ def cached_features(
     missing = sum(len(c.ids) for path, group in shards if not path.exists() for c in group)
     require_free_space(folder, missing * row_bytes, "caching features")
     for path, group in ranks.share(shards):
-        if not _is_whole(path):
+        if not path.exists():
             features = [_compute(engine, c, aux_layers) for c in group]
             with replacing(path) as temporary:
                 save_file({"features": torch.cat(features)}, temporary)
@@ -134,20 +133,8 @@ def cached_features(
     ranks.wait()
     parts: list[Tensor] = []  # of each conversation, memory-mapped
     for path, group in shards:
-        parts += load_file(path)["features"].split([len(c.ids) for c in group])
+        parts += mapped_tensors(path)["features"].split([len(c.ids) for c in group])
     return Features(conversations, len(aux_layers), parts.__getitem__)
-
-
-def _is_whole(shard: Path) -> bool:
-    """Return whether a shard is there; report and remove a damaged one."""
-    if not shard.exists():
-        return False
-    try:
-        open_safetensors(shard)
-    except FasteagleError as error:
-        note(f"features in the cache are damaged and are computed again ({error})")
-        shard.unlink()
-    return shard.exists()
 
 
 def _compute(engine: Engine, conversation: Conversation, aux_layers: tuple[int, ...]) -> Tensor:

@@ -58,7 +58,7 @@ REFUSED = [
     (CHAT, "--threads 1000000", "threads 1000000 is out of range: use >= 1 and <= 1,024"),
     (CHAT, "--threads 1024", "threads 1024 is more than this machine's"),
     (CHAT, "--model ''", "model '' is no name"),
-    (CHAT, "--model LONG", "of 5,000 characters is no name: give"),
+    (CHAT, "--model LONG", " ...: `fasteagle models` lists the names"),
     (CHAT, "--model llama2-7", "did you mean 'llama2-7b' or 'llama2-70b'"),
     (CHAT, "--head HEAD", "the head is for a width of 32, the model has 64"),
     (BENCH, "--head HEAD", "the head is for a width of 32, the model has 64"),
