@@ -20,19 +20,6 @@ from fasteagle.quant.formats import Geometry, Imported, Shape, refused
 ACT_ORDERED = (True, "group", "dynamic")  # of compressed-tensors; "weight" needs no order
 Kind = tuple[int, int]  # bits, and columns of a group, 0 for a whole row
 
-_METHOD_NAMES = {
-    "aqlm": "AQLM",
-    "auto-round": "AutoRound",
-    "bitsandbytes": "bitsandbytes (NF4 or int8)",
-    "exl2": "EXL2",
-    "exl3": "EXL3",
-    "fbgemm_fp8": "FBGEMM fp8",
-    "fp8": "fp8",
-    "hqq": "HQQ",
-    "marlin": "Marlin-serialized",
-    "torchao": "torchao-serialized",
-}
-
 
 class GPTQLayout:
     """Parts of a weight that AutoGPTQ and GPTQModel write."""
@@ -117,7 +104,7 @@ def declared_kinds(method: str, settings: dict[str, Any]) -> frozenset[Kind]:
     Raises `FasteagleError` that names a format without an exact import.
     """
     if method not in _CHECKS:
-        raise refused(f"{_METHOD_NAMES.get(method, repr(method))} weights")
+        raise refused(f"{method!r} weights")
     return _CHECKS[method](Fields(settings, "quantization_config"))
 
 

@@ -114,11 +114,6 @@ def _check_place(run: TrainRun) -> None:
         raise FasteagleError(
             f"{run.out} holds an unfinished run: continue it with --resume, or give another --out"
         )
-    finished = [run.out / name for name in ("training.json", "model.safetensors")]
-    if not state.exists() and any(path.exists() for path in finished):
-        raise FasteagleError(
-            f"{run.out} holds a finished head: give another --out, and --init to train it further"
-        )
     if not state.exists():
         require_no_model(run.out)
     require_writable(state)

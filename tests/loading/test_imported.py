@@ -100,8 +100,8 @@ def test_fingerprint_and_loaded_model_equal_the_dense_one(case, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "words_expected"),
     [
-        ({"quant_method": "exl2", "bits": 4.0}, "EXL2"),
-        ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "bitsandbytes (NF4"),
+        ({"quant_method": "exl2", "bits": 4.0}, "'exl2' weights"),
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "'bitsandbytes' weights"),
         ({"quant_method": "brand-new"}, "'brand-new'"),
         ({"bits": 4}, "'unknown'"),
         (gptq_settings(bits=3), "3-bit GPTQ"),

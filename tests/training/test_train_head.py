@@ -236,7 +236,10 @@ def test_runs_that_cannot_go_on_say_so(tiny_dir, text_file, tmp_path, no_compile
     before = (out / "model.safetensors").read_bytes()
     for more in ((), ("--resume",)):
         again = invoke(*command(tiny_dir, text_file, out, "--steps", 1), *more)
-        assert again.exit_code == 2 and "finished head: give another --out" in again.stderr
+        assert (
+            again.exit_code == 2
+            and "holds a model or a head (config.json): give another --out" in again.stderr
+        )
     assert (out / "model.safetensors").read_bytes() == before
     more = command(tiny_dir, text_file, tmp_path / "more", "--init", out)
     for wrong, message in (
