@@ -144,8 +144,8 @@ def test_speculation_changes_no_token(checkpoint, model, tokenizer, params, text
 def test_the_shipped_head_belongs_to_the_model(checkpoint):
     from importlib import resources
 
-    from fasteagle.loading.heads.read import load_head
     from fasteagle.loading.tensors import fingerprint
+    from head_files import load_head
 
     folder = Path(str(resources.files("fasteagle") / "data" / "heads" / DEFAULT_MODEL))
     head, header = load_head(folder, checkpoint.config)

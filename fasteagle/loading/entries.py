@@ -25,6 +25,7 @@ VICUNA_TEMPLATE = (
 )
 
 EAGLE2, EAGLE3 = "EAGLE-1/2", "EAGLE-3"
+EAGLE3_TOKENS = 32000  # that those of EAGLE-3 draft
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +33,7 @@ class PublishedHead:
     """Draft head on the hub; `revision` None means its newest commit."""
 
     repo: str  # Hugging Face id
-    algorithm: str  # EAGLE2 or EAGLE3
-    draft_vocab_size: int
+    algorithm: str = EAGLE2
     revision: str | None = None  # commit
 
 
@@ -165,9 +165,7 @@ _LLAMA2_LICENCE = "Llama 2 Community License"
 _LLAMA31_LICENCE = "Llama 3.1 Community License"
 _VICUNA_LICENCE = "Llama 1, non-commercial"
 
-_llama2_eagle2 = partial(PublishedHead, algorithm=EAGLE2, draft_vocab_size=32000)
-_llama3_eagle2 = partial(PublishedHead, algorithm=EAGLE2, draft_vocab_size=128256)
-_eagle3 = partial(PublishedHead, algorithm=EAGLE3, draft_vocab_size=32000)
+_eagle3 = partial(PublishedHead, algorithm=EAGLE3)
 
 
 def _qwen3_entry(
@@ -194,7 +192,7 @@ REGISTRY: dict[str, Entry] = {
         "meta-llama/Llama-2-7b-chat-hf",
         "f5db02db724555f92da89c216ac04704f23d4590",
         gated=True,
-        heads=(_llama2_eagle2("yuhuili/EAGLE-llama2-chat-7B"),),
+        heads=(PublishedHead("yuhuili/EAGLE-llama2-chat-7B"),),
     ),
     "llama2-13b": Entry(
         _LLAMA2_13B,
@@ -202,7 +200,7 @@ REGISTRY: dict[str, Entry] = {
         "meta-llama/Llama-2-13b-chat-hf",
         "a2cb7a712bb6e5e736ca7f8cd98167f81a0b5bd8",
         gated=True,
-        heads=(_llama2_eagle2("yuhuili/EAGLE-llama2-chat-13B"),),
+        heads=(PublishedHead("yuhuili/EAGLE-llama2-chat-13B"),),
     ),
     "llama2-70b": Entry(_LLAMA2_70B, _LLAMA2_LICENCE),
     "vicuna-7b": Entry(
@@ -211,7 +209,7 @@ REGISTRY: dict[str, Entry] = {
         "lmsys/vicuna-7b-v1.3",
         "236eeeab96f0dc2e463f2bebb7bb49809279c6d6",
         template=VICUNA_TEMPLATE,
-        heads=(_llama2_eagle2("yuhuili/EAGLE-Vicuna-7B-v1.3"),),
+        heads=(PublishedHead("yuhuili/EAGLE-Vicuna-7B-v1.3"),),
     ),
     "vicuna-13b": Entry(
         _vicuna(5120, 40, 40, 40, 13824),
@@ -223,7 +221,7 @@ REGISTRY: dict[str, Entry] = {
             _eagle3(
                 "yuhuili/EAGLE3-Vicuna1.3-13B", revision="651195736adad4c05282d140e94bfff058b1fc8b"
             ),
-            _llama2_eagle2("yuhuili/EAGLE-Vicuna-13B-v1.3"),
+            PublishedHead("yuhuili/EAGLE-Vicuna-13B-v1.3"),
         ),
     ),
     "vicuna-33b": Entry(
@@ -232,7 +230,7 @@ REGISTRY: dict[str, Entry] = {
         "lmsys/vicuna-33b-v1.3",
         "eb93414b6613e4fa91b752c5bcf3554bdc7197da",
         template=VICUNA_TEMPLATE,
-        heads=(_llama2_eagle2("yuhuili/EAGLE-Vicuna-33B-v1.3"),),
+        heads=(PublishedHead("yuhuili/EAGLE-Vicuna-33B-v1.3"),),
     ),
     "llama3-8b": Entry(
         _LLAMA3_8B,
@@ -241,7 +239,7 @@ REGISTRY: dict[str, Entry] = {
         "5f0b02c75b57c5855da9ae460ce51323ea669d8a",
         gated=True,
         heads=(
-            _llama3_eagle2(
+            PublishedHead(
                 "yuhuili/EAGLE-LLaMA3-Instruct-8B",
                 revision="02d97adb0cacd1a50d4af8db61f4aca424ba2531",
             ),
@@ -258,7 +256,7 @@ REGISTRY: dict[str, Entry] = {
                 "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B",
                 revision="ada412b672e293d682423de84a095447bf38a637",
             ),
-            _llama3_eagle2("yuhuili/EAGLE-LLaMA3.1-Instruct-8B"),
+            PublishedHead("yuhuili/EAGLE-LLaMA3.1-Instruct-8B"),
         ),
     ),
     "llama3.3-70b": Entry(
@@ -285,7 +283,7 @@ REGISTRY: dict[str, Entry] = {
         _QWEN2_7B,
         "Apache-2.0",
         "Qwen/Qwen2-7B-Instruct",
-        heads=(PublishedHead("yuhuili/EAGLE-Qwen2-7B-Instruct", EAGLE2, draft_vocab_size=152064),),
+        heads=(PublishedHead("yuhuili/EAGLE-Qwen2-7B-Instruct"),),
     ),
     "qwen3-1.7b": _qwen3_entry(
         "1.7B",
@@ -315,7 +313,7 @@ REGISTRY: dict[str, Entry] = {
         _MIXTRAL,
         "Apache-2.0",
         "mistralai/Mixtral-8x7B-Instruct-v0.1",
-        heads=(_llama2_eagle2("yuhuili/EAGLE-mixtral-instruct-8x7B"),),
+        heads=(PublishedHead("yuhuili/EAGLE-mixtral-instruct-8x7B"),),
     ),
     "qwen3-30b-a3b": Entry(
         _QWEN3_30B_A3B,

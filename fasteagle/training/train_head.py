@@ -15,7 +15,7 @@ from torch import Tensor
 from fasteagle.compile.blocks import compile_now
 from fasteagle.config import ModelConfig
 from fasteagle.errors import FasteagleError, counted, note
-from fasteagle.loading.heads.read import load_head, with_vocabulary
+from fasteagle.loading.heads.read import open_head, with_vocabulary
 from fasteagle.loading.heads.write import save_head
 from fasteagle.loading.open import OpenedModel, Runtime, open_model
 from fasteagle.loading.tensors import files_digest, fingerprint
@@ -184,7 +184,7 @@ def init_head(config: ModelConfig, path: Path | None, options: TrainOptions) -> 
     aux_layers = options.aux_layers_of(config.n_layer)
     if path is None:
         return None
-    head, _ = load_head(path, config, options.tap_layers)
+    head = open_head(path, config).head(config, options.tap_layers)
     borrows = bool(aux_layers) and head.own_lm_head is None
     own = head.config.eagle3
     norms = own is not None and own.aux_norm == "each" and own.norm_output

@@ -20,12 +20,12 @@ from fasteagle.drafting.policy import Outcome
 from fasteagle.drafting.static_tree import StaticTreeDrafter, check_paths
 from fasteagle.drafting.thresholds import Thresholds
 from fasteagle.errors import FasteagleError
-from fasteagle.loading.heads.read import load_head
 from fasteagle.model import KEY_BLOCK, KVCache, Target, Transformer, causal_mask
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import SamplingMode, gumbel_noise
 from fasteagle.shapes import PAPER_TREE, TreeShape
 from fasteagle.tree import DraftTree, ancestor_mask
+from head_files import load_head
 from helpers import (
     eagle3_of,
     empty_state,

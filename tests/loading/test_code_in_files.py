@@ -16,9 +16,9 @@ from fasteagle.errors import FasteagleError
 from fasteagle.loading import hub
 from fasteagle.loading.checkpoint import open_checkpoint
 from fasteagle.loading.heads.find import named_head
-from fasteagle.loading.heads.read import load_head
 from fasteagle.loading.registry import resolve
 from fasteagle.loading.tokenizer import load_tokenizer
+from head_files import load_head
 from head_folders import DIALECTS, head_for, write_folder
 from helpers import random_target, save_tiny, tiny_config
 

@@ -12,10 +12,11 @@ from safetensors.torch import load_file
 from fasteagle.config import Eagle3Config, Llama3RopeScaling
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
-from fasteagle.loading.heads.read import load_head, open_head
+from fasteagle.loading.heads.read import open_head
 from fasteagle.loading.heads.tables import official_state
 from fasteagle.loading.heads.write import HeadTarget, check_exportable, export_head, save_head
 from fasteagle.model import KVCache, causal_mask
+from head_files import load_head
 from head_folders import AUX_LAYERS, head_for
 from helpers import invoke, random_head, random_target, save_tiny, tiny_config
 

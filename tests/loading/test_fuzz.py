@@ -22,7 +22,7 @@ from fasteagle.config_gguf import from_gguf
 from fasteagle.drafting.ladder import expected_of_head, ranks_of
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
-from fasteagle.loading.heads.read import HEADER_KEY, load_head
+from fasteagle.loading.heads.read import HEADER_KEY
 from fasteagle.loading.heads.write import save_head
 from fasteagle.loading.imported import open_quantized
 from fasteagle.loading.layouts import declared_kinds
@@ -31,6 +31,7 @@ from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.quant.scheme import Scheme
 from fasteagle.shapes import TreeShape
 from gguf_files import write_gguf
+from head_files import load_head
 from helpers import logits_of, make_hf_model, random_head, save_tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:invalid value")]

@@ -8,9 +8,10 @@ import torch
 from fasteagle.config import Eagle3Config
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import FasteagleError
-from fasteagle.loading.heads.read import load_head, open_head
+from fasteagle.loading.heads.read import open_head
 from fasteagle.loading.heads.tables import official_state
 from fasteagle.shapes import TreeShape
+from head_files import load_head
 from head_folders import AUX_LAYERS, DIALECTS, head_for, write_folder
 from helpers import empty_state, pairs, propose, random_head, random_target, tiny_config
 

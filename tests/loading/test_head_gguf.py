@@ -18,7 +18,7 @@ from fasteagle.loading.gguf_index import read_index
 from fasteagle.loading.heads import gguf as gguf_head
 from fasteagle.loading.heads.find import named_head
 from fasteagle.loading.heads.gguf import NAMES, write_gguf_head
-from fasteagle.loading.heads.read import load_head, open_head
+from fasteagle.loading.heads.read import open_head
 from fasteagle.loading.heads.tables import official_state
 from fasteagle.loading.heads.write import HeadTarget, export_head, save_head
 from fasteagle.loading.rope_order import rope_order
@@ -26,6 +26,7 @@ from fasteagle.loading.tensors import DummyCheckpoint
 from fasteagle.model import make_head, rope_table
 from fasteagle.shapes import TreeShape
 from gguf_files import finish
+from head_files import load_head
 from head_folders import AUX_LAYERS, DRAFT_IDS, head_for
 from helpers import empty_state, invoke, pairs, propose, random_target, tiny_config
 

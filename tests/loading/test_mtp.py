@@ -13,11 +13,11 @@ from fasteagle.bench.hf import hf_model
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
-from fasteagle.loading.heads.read import load_head
 from fasteagle.loading.heads.tables import official_state
 from fasteagle.loading.heads.write import save_head
 from fasteagle.shapes import TreeShape
 from gguf_files import write_gguf
+from head_files import load_head
 from helpers import (
     edit_json,
     empty_state,

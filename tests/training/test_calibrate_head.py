@@ -9,13 +9,13 @@ import torch
 
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
-from fasteagle.loading.heads.read import load_head
 from fasteagle.loading.heads.write import save_head
 from fasteagle.loading.open import OpenedModel
 from fasteagle.prompts import Conversation, read_conversations
 from fasteagle.training import calibrate_head
 from fasteagle.training.held_out import HeldOut
 from fasteagle.training.train import Trainer
+from head_files import load_head
 from helpers import (
     TINY_VOCAB,
     eagle3_of,

@@ -11,13 +11,13 @@ import torch
 import train_on_card
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
-from fasteagle.loading.heads.read import load_head
 from fasteagle.loading.open import open_model
 from fasteagle.options import SamplingParams
 from fasteagle.prompts import Conversation, read_conversations
 from fasteagle.training import many_texts
 from fasteagle.training.dialogues import Request
 from fasteagle.training.many_texts import ManyTexts, features_of
+from head_files import load_head
 from helpers import Letters, invoke, random_target, tiny_config, write_questions, write_random_text
 
 GREEDY, DRAWN = SamplingParams(), SamplingParams(1.0)

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file
 
 from fasteagle.loading.checkpoint import open_checkpoint
-from fasteagle.loading.heads.read import load_head
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.paths import cache_dir, only_writer
 from fasteagle.training import train_head as module
+from head_files import load_head
 from helpers import edit_json, invoke, write_random_text
 
 

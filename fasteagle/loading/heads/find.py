@@ -17,7 +17,7 @@ from fasteagle.config import Eagle3Config, HeadConfig, ModelConfig, default_aux_
 from fasteagle.config_hf import head_from_hf
 from fasteagle.errors import FasteagleError
 from fasteagle.loading import hub
-from fasteagle.loading.entries import EAGLE3, REGISTRY, PublishedHead
+from fasteagle.loading.entries import EAGLE3, EAGLE3_TOKENS, REGISTRY, PublishedHead
 from fasteagle.loading.heads.mtp import holds_layer
 from fasteagle.loading.heads.read import open_head, read_header
 from fasteagle.loading.registry import head_revision
@@ -47,7 +47,7 @@ class HeadFiles:
     origin: str
 
     def loaded(self, config: ModelConfig, aux_layers: tuple[int, ...] | None = None) -> LoadedHead:
-        """Load the draft head for a target of `config`; raises `FasteagleError` as `load_head`."""
+        """Load the draft head for a target of `config`. Raises `FasteagleError` as `fitted`."""
         source = open_head(self.path, config)
         head, digest = source.head(config, aux_layers), files_digest(self.path)
         return LoadedHead(self.origin, head, source.header, digest, source.made_for)
@@ -153,5 +153,5 @@ def head_shape(name: str, config: ModelConfig) -> HeadConfig:
     if published is None or published.algorithm != EAGLE3:
         return HeadConfig(block, config.vocab_size)
     own = Eagle3Config(default_aux_layers(config.n_layer), target_dim=config.dim)
-    size = min(published.draft_vocab_size, config.vocab_size)
+    size = min(EAGLE3_TOKENS, config.vocab_size)
     return HeadConfig(block, size, fc_bias=False, eagle3=own)

@@ -15,7 +15,7 @@ from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading.heads.find import HeadFiles
-from fasteagle.loading.heads.read import HeadSource, load_head, open_head
+from fasteagle.loading.heads.read import HeadSource, open_head
 from fasteagle.loading.heads.tables import EMBEDDING, IN_MODEL, LM_HEAD, MAP, listed
 from fasteagle.loading.heads.write import HeadTarget
 from fasteagle.loading.tensors import fingerprint
@@ -164,7 +164,7 @@ def _accepted(
     files: HeadFiles, engine: Engine, tokenizer: ChatTokenizer, aux_layers: tuple[int, ...] | None
 ) -> float:
     """Return the mean number of drafted tokens a pass accepts, over the built-in prompts."""
-    head, _ = load_head(files.path, engine.model.config, aux_layers)
+    head = open_head(files.path).head(engine.model.config, aux_layers)
     head.requires_grad_(False)
     head.borrow(engine.model, engine.max_seq_len)
     engine.use(EagleDrafter(head, PROBE_SHAPE, engine.max_seq_len))

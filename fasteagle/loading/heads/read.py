@@ -171,18 +171,6 @@ class HeadSource:
         return head.eval()
 
 
-def load_head(
-    path: Path, target: ModelConfig, aux_layers: tuple[int, ...] | None = None
-) -> tuple[EagleHead, Header | None]:
-    """Load a draft head in fp32 on the CPU, and its header (None for published heads).
-
-    `aux_layers` replace those of an EAGLE-3 head's files. Raises `FasteagleError` when the head
-    does not fit the target.
-    """
-    source = open_head(path, target)
-    return source.head(target, aux_layers), source.header
-
-
 @torch.no_grad()
 def _load_state(head: EagleHead, state: State) -> None:
     # The parts are views of the fused weights, so this writes into the parameters.
