@@ -6,7 +6,7 @@ are rows. Without a part that config.json calls for (g_idx), the others would be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,12 +27,17 @@ class GPTQLayout:
     parts = ("qweight", "qzeros", "scales", "g_idx")
     row_axis = 1
 
-    def __init__(self, settings: dict[str, Any], zero_offset: int) -> None:
+    def __init__(self, settings: dict[str, Any], qzeros: Tensor | None) -> None:
+        """Read the offset of zeros from one weight's: a tool writes all of a folder alike."""
         self.required = self.parts if settings.get("desc_act") else self.parts[:3]
-        self.zero_offset = zero_offset
+        v2, sym = gptq_format(Fields(settings, "")) == "gptq_v2", settings.get("sym", True)
+        self.zero_offset = 0 if v2 else 1  # of a damaged folder, which is refused
+        if qzeros is not None and qzeros.dim() == 2 and qzeros.numel():
+            bits = settings["bits"]
+            self.zero_offset = formats.gptq_zero_offset(qzeros, bits=bits, v2=v2, sym=sym)
 
-    def geometry(self, shapes: Mapping[str, Shape], load: Callable[[str], Tensor]) -> Geometry:
-        return formats.gptq_geometry(shapes["qweight"], shapes["qzeros"], shapes["scales"])
+    def geometry(self, parts: Mapping[str, Tensor]) -> Geometry:
+        return formats.gptq_geometry(*_shapes(parts, self.parts[:3]))
 
     def unpack(self, parts: Mapping[str, Tensor]) -> Imported:
         qweight, qzeros, scales = (parts[part] for part in self.parts[:3])
@@ -46,8 +51,8 @@ class AWQLayout:
     parts = required = ("qweight", "qzeros", "scales")
     row_axis = 1
 
-    def geometry(self, shapes: Mapping[str, Shape], load: Callable[[str], Tensor]) -> Geometry:
-        return formats.awq_geometry(*(shapes[part] for part in self.required))
+    def geometry(self, parts: Mapping[str, Tensor]) -> Geometry:
+        return formats.awq_geometry(*_shapes(parts, self.required))
 
     def unpack(self, parts: Mapping[str, Tensor]) -> Imported:
         return Imported(formats.from_awq(*(parts[part] for part in self.required)), None)
@@ -67,11 +72,10 @@ class CompressedTensorsLayout:
         }
         self.required = tuple(part for part in self.parts if needed.get(part, True))
 
-    def geometry(self, shapes: Mapping[str, Shape], load: Callable[[str], Tensor]) -> Geometry:
-        shape = _two_integers(load("weight_shape"))
-        return formats.compressed_tensors_geometry(
-            shapes["weight_packed"], shapes["weight_scale"], shape
-        )
+    def geometry(self, parts: Mapping[str, Tensor]) -> Geometry:
+        shape = _two_integers(parts["weight_shape"])
+        packed, scales = _shapes(parts, self.parts[:2])
+        return formats.compressed_tensors_geometry(packed, scales, shape)
 
     def unpack(self, parts: Mapping[str, Tensor]) -> Imported:
         # The rows that were read, which may be only the first ones.
@@ -83,6 +87,10 @@ class CompressedTensorsLayout:
             parts.get("weight_zero_point"),
             parts.get("weight_g_idx"),
         )
+
+
+def _shapes(parts: Mapping[str, Tensor], names: Sequence[str]) -> list[Shape]:
+    return [tuple(parts[name].shape) for name in names]
 
 
 def _two_integers(weight_shape: Tensor) -> tuple[int, int]:

@@ -114,48 +114,41 @@ class StoredFolder(WeightsFolder):
         self.scheme = _scheme(header.part("scheme"))
         super().__init__(path, _model_config(fields.part("model")))
         self.source_fingerprint = header.text("source_fingerprint")
-        packed = header.part("packed")
-        self._packed = {name: _packing(packed.part(name)) for name in packed}
-        self._check()
-
-    def _check(self) -> None:
-        absent = sorted(weight_map(self.path / INDEX).keys() - self._tensors.keys())
+        absent = sorted(weight_map(path / INDEX).keys() - self._tensors.keys())
         if absent:
             raise FasteagleError(
-                f"{self.path / INDEX} names tensors that are not there: {shortened(absent)}: "
+                f"{path / INDEX} names tensors that are not there: {shortened(absent)}: "
                 "quantize the model again"
             )
-        for name, entry in self._packed.items():
-            try:
-                _require_dtypes(self.packed(name))
-            except (AssertionError, KeyError, TypeError, ValueError, FasteagleError) as error:
-                raise FasteagleError(
-                    f"{self.path}: {name} does not fit its header {entry} ({error}): "
-                    "quantize the model again"
-                ) from error
+        packed = header.part("packed")
+        self._packed = {name: self._joined(name, packed.part(name)) for name in packed}
+
+    def _joined(self, name: str, entry: Fields) -> PackedWeight:
+        """Take the parts of a packed weight out of the tensors, and return it."""
+        form = {"bits": entry.one_of("bits", (4, 8)), "group_size": entry.integer("group_size")}
+        names = ("q", "scales", "zeros", "offsets")
+        parts: dict[str, Any] = {part: self._tensors.pop(f"{name}.{part}", None) for part in names}
+        try:
+            weight = PackedWeight(**form, **parts)
+            _require_dtypes(weight)
+        except (AssertionError, AttributeError, ValueError, FasteagleError) as error:
+            raise FasteagleError(
+                f"{self.path}: {name} does not fit its header {form} ({error}): "
+                "quantize the model again"
+            ) from error
+        return weight
 
     def names(self) -> set[str]:
-        plain = {n for n in self._tensors if n.rsplit(".", 1)[0] not in self._packed}
-        return plain | set(self._packed)
+        return self._tensors.keys() | self._packed.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        if name not in self._packed:
-            return super().shape(name)
-        n_rows, columns = super().shape(f"{name}.q")
-        return n_rows, columns * 8 // self._packed[name]["bits"]
+        return self._packed[name].shape if name in self._packed else super().shape(name)
 
     def bits(self, name: str) -> int | None:
-        return self._packed[name]["bits"] if name in self._packed else None
+        return self._packed[name].bits if name in self._packed else None
 
     def packed(self, name: str) -> PackedWeight | None:
-        if name not in self._packed:
-            return None
-        parts = {
-            part: self._tensors[f"{name}.{part}"]
-            for part in ("q", "scales", "zeros", "offsets")
-            if f"{name}.{part}" in self._tensors
-        }
-        return PackedWeight(**self._packed[name], **parts)
+        return self._packed.get(name)
 
     def load(self, name: str) -> Tensor:
         weight = self.packed(name)
@@ -168,9 +161,8 @@ class StoredFolder(WeightsFolder):
         return weight.rows(slice(0, rows_for(self.shape(name), n))).dequantize()
 
 
-def _require_dtypes(weight: PackedWeight | None) -> None:
+def _require_dtypes(weight: PackedWeight) -> None:
     """Raise ValueError for parts that are not as `PackedWeight` describes them."""
-    assert weight is not None, "its header says so"
     kinds = {name: tensor.dtype for name, tensor in weight.tensors().items()}
     integers = {"q": torch.uint8 if weight.bits == 4 else torch.int8, "zeros": torch.uint8}
     for name, dtype in kinds.items():
@@ -187,10 +179,6 @@ def _scheme(fields: Fields) -> Scheme:
         method=fields.text("method"),
         head_bits=fields.one_of("head_bits", (4, 8, 16)),
     )
-
-
-def _packing(fields: Fields) -> dict[str, int]:
-    return {"bits": fields.one_of("bits", (4, 8)), "group_size": fields.integer("group_size")}
 
 
 _ORIGINAL = "original_max_seq_len"

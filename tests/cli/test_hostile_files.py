@@ -31,7 +31,7 @@ FILES = [
     (lambda f: edit_json(f / END, eos_token_id=[1, 260]), "eos_token_id 260 is beyond the"),
     (lambda f: with_norm(f, lambda norm: norm.int()), "model.norm.weight holds int32 values"),
     (lambda f: with_norm(f, lambda norm: norm * float("nan")), "not finite in bfloat16"),
-    (empty_weights, "pytorch_model.bin is empty: fetch the weights again"),
+    (empty_weights, "pytorch_model.bin is empty: use a safetensors version of it"),
     (cut_weights, "damaged or truncated"),
 ]
 
