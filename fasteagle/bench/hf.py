@@ -111,6 +111,9 @@ class HFDecoder(Decoder):
             self.options["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
             self.tree = RowSpec("hf-pld").planned_tree(DraftOptions(), False)
 
+    def close(self) -> None:
+        del self.model
+
     @torch.no_grad()
     def turn(self, prompt: list[int], max_new_tokens: int) -> Turn:
         torch.manual_seed(self.params.seed)

@@ -64,9 +64,9 @@ def build_report(
             "scheme": row.scheme.name if row.scheme else None,
             "lm_head_bits": row.scheme.head_bits if row.scheme else None,
             "dtype": row.dtype,
-            "tree": dataclasses.asdict(row.tree) if row.tree else None,
-            "auto": row.auto,
-            "auto_shares": row.auto_shares,
+            "tree": dataclasses.asdict(tree) if (tree := row.decoder.tree) else None,
+            "auto": row.decoder.auto,
+            "auto_shares": row.decoder.auto_shares,
             **_parts(row),
             **_acceptance(row),
         }

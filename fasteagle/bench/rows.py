@@ -51,7 +51,7 @@ class Decoder:
         return None
 
     def close(self) -> None:
-        """Do nothing: this decoder holds no more than memory."""
+        """Let go of the model, and note what was drafted."""
 
 
 class LLMDecoder(Decoder):
@@ -88,12 +88,12 @@ class LLMDecoder(Decoder):
         return self.engine.runner.error
 
     def close(self) -> None:
-        """Note what was drafted."""
         drafter = self.engine.drafter
         if drafter is not None:
             self.tree = drafter.shape
             if policy := drafter.policy:
                 self.auto, self.auto_shares = policy.explain(), policy.shares()
+        del self.llm, self.engine
 
 
 @dataclasses.dataclass
@@ -111,19 +111,9 @@ class Row:
     kv_bytes: int = 0  # of one cached position
     scheme: Scheme | None = None  # None: dense
     dtype: str = ""
-    tree: AnyShape | None = None
-    auto: str | None = None
-    auto_shares: str | None = None
     simulated_tau: float | None = None
     questions: list[list[Turn]] = dataclasses.field(default_factory=list)
     peak_bytes: int = 0
-
-    def finish(self) -> None:
-        """Note what the decoder drafted, and let go of its model."""
-        decoder = self.decoder
-        decoder.close()
-        self.tree, self.auto, self.auto_shares = decoder.tree, decoder.auto, decoder.auto_shares
-        del self.decoder
 
     @property
     def turns(self) -> list[Turn]:

@@ -70,7 +70,7 @@ def run(
             for row in group:
                 answer(row, question, opened.tokenizer, options.max_new_tokens, device)
         for row in group:
-            row.finish()
+            row.decoder.close()
         rows += group
         give_back()  # for the next group
     return rows

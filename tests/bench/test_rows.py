@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 from types import SimpleNamespace
 
@@ -25,8 +24,10 @@ from fasteagle.shapes import FusedShape, TreeShape
 from helpers import raising
 
 
-def row_of(*turns, name="plain", weight_bytes=10**9, **values):
-    return Row(name, "bf16", Decoder(), weight_bytes, questions=[[*turns]], **values)
+def row_of(*turns, name="plain", weight_bytes=10**9, tree=None, auto_shares=None, **values):
+    decoder = Decoder()
+    decoder.tree, decoder.auto_shares = tree, auto_shares
+    return Row(name, "bf16", decoder, weight_bytes, questions=[[*turns]], **values)
 
 
 def reported(*rows):
@@ -76,8 +77,8 @@ def test_a_turn_of_a_model_is_what_its_engine_did(target):
     with pytest.raises(FasteagleError, match="prompt"):
         decoder.check([5] * 200)
     row = Row("ngram", "fp32", decoder, 1, questions=[[one]])
-    row.finish()
-    assert row.tree == engine.drafter.shape and not hasattr(row, "decoder")
+    row.decoder.close()
+    assert decoder.tree == engine.drafter.shape and not hasattr(decoder, "engine")
 
 
 def test_prompt_lookup_counts_its_first_batch_apart():
@@ -126,7 +127,8 @@ def test_the_cells_of_the_table():
     turns = slow, Turn([1] * 31, 0.25, 2.0, 10), Turn([1] * 21, 0.75, 2.0, 10)
     row = row_of(*turns, name="eagle", tree=TreeShape(3, 2, 8), peak_bytes=3 * 10**9)
     plain = row_of(Turn([1] * 11, 0.5, 2.0, 10))
-    records = reported(plain, row, dataclasses.replace(row, name="fused", auto_shares="all"))
+    tuned = row_of(*turns, name="fused", tree=TreeShape(3, 2, 8), auto_shares="all")
+    records = reported(plain, row, tuned)
     _, cells, tuned = (dict(zip(reports.COLUMNS, reports._cells(r), strict=True)) for r in records)
     assert {name: cells[name] for name in cells if name != "MBU"} == {
         "row": "eagle",

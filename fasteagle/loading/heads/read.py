@@ -34,8 +34,8 @@ from fasteagle.loading.heads.tables import (
     refuse_others,
     target_ids,
 )
-from fasteagle.loading.pickles import is_plain, unpickled, unpickled_tensors
-from fasteagle.loading.tensors import mapped_tensors, open_safetensors, read_json
+from fasteagle.loading.pickles import is_plain, unpickled
+from fasteagle.loading.tensors import mapped_tensors, open_safetensors, read_json, weight_files
 from fasteagle.model import EagleHead, make_head
 from fasteagle.paths import require_no_pipe
 from fasteagle.uninitialized import Uninitialized
@@ -269,15 +269,13 @@ def _flat_config(where: str, raw: Raw) -> Raw:
 
 def _read_state(folder: Path) -> tuple[State, Header | None]:
     """Read the tensors of a folder, with the list `freq_*.pt` of FR-Spec as their map."""
-    safe, pickled, header = folder / "model.safetensors", folder / "pytorch_model.bin", None
-    if safe.exists():
-        header, state = read_header(folder), mapped_tensors(safe)
-    elif pickled.exists():
-        state = unpickled_tensors(pickled)
-    else:
+    files = weight_files(folder)
+    if not files:
         raise FasteagleError(
             f"{folder}: no model.safetensors and no pytorch_model.bin: give the folder of a head"
         )
+    header = read_header(folder) if files[0].name == "model.safetensors" else None
+    state = {name: tensor for file in files for name, tensor in mapped_tensors(file).items()}
     lists = sorted(folder.glob("freq_*.pt"), key=lambda path: (len(path.name), path.name))
     if lists and MAP not in state:
         ids = _token_ids(lists[-1])  # the longest of them
