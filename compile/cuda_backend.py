@@ -178,7 +178,7 @@ class CudaBackend(Backend):
             pairs = zip(states, proposals, strict=True)
             return [self.pieces.verify(state, self.target, own) for state, own in pairs]
         outputs = self._pass(states, proposals, capture if self._replays else None)
-        if not self._pass.is_captured:
+        if not self._pass.runs.is_captured:
             self._pass = None  # replayed cycles that take turns are faster
         return outputs
 
@@ -203,7 +203,7 @@ class CudaBackend(Backend):
             states = [runner.state for runner in runners]
             capture = runners[0].capture_pass if self._replays else None
             pools = draft(states, launches, capture)
-            if not draft.is_captured:
+            if not draft.runs.is_captured:
                 self._draft = None
         proposals = []
         for i, (runner, launch) in enumerate(zip(runners, launches, strict=True)):

@@ -159,12 +159,7 @@ class CudaDraft:
 
     def __init__(self, head: EagleHead) -> None:
         self.head = head
-        self._runs: SharedRuns[Variant, Texts, Pool] = SharedRuns(_made)
-
-    @property
-    def is_captured(self) -> bool:
-        """Return whether no capture has failed."""
-        return self._runs.is_captured
+        self.runs: SharedRuns[Variant, Texts, Pool] = SharedRuns(_made)
 
     def __call__(
         self,
@@ -190,7 +185,7 @@ class CudaDraft:
                     continue
                 sized = variant._replace(n_texts=at_least(len(own), SEQUENCES))
                 texts = [(states[i], _eagle(launches[i])) for i in own]
-                pool = self._runs(sized, texts, capture)
+                pool = self.runs(sized, texts, capture)
                 if len(all_of_it) > n:  # another run may have the same memory
                     pool = Pool(pool.tokens.clone(), pool.scores.clone(), pool.parents.clone())
                 pools |= {i: pool.of_text(j) for j, i in enumerate(own)}

@@ -154,15 +154,10 @@ class CudaPass:
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        self._runs: SharedRuns[Shape, Sequence[Member], Output] = SharedRuns(self._made)
+        self.runs: SharedRuns[Shape, Sequence[Member], Output] = SharedRuns(self._made)
 
     def _made(self, shape: Shape, members: Sequence[Member]) -> SharedPass:
         return SharedPass(self._target, shape, members[0].rows)
-
-    @property
-    def is_captured(self) -> bool:
-        """Return whether no capture has failed."""
-        return self._runs.is_captured
 
     def __call__(
         self,
@@ -209,7 +204,7 @@ class CudaPass:
             aux_layers=states[0].aux_layers,
         )
         members = [Member.of(*pair) for pair in zip(states, proposals, strict=True)]
-        output = self._runs(shape, members, capture)
+        output = self.runs(shape, members, capture)
         return Output(*(each if each is None else each[: sum(sizes)] for each in output))
 
 

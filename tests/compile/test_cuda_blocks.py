@@ -167,9 +167,9 @@ def test_what_several_answers_share(name):
         assert backend.shares_passes is quantized
         turns = "replayed; several answers take turns"
         assert backend.describe().endswith(", replayed" if quantized else turns)
-    backend._pass = mock.Mock(return_value=["outputs"], is_captured=True)
+    backend._pass = mock.Mock(return_value=["outputs"], runs=mock.Mock(is_captured=True))
     assert backend.verify_together([], []) == ["outputs"] and backend.shares_passes
-    backend._pass.is_captured = False
+    backend._pass.runs.is_captured = False
     assert backend.verify_together([], []) == ["outputs"], "this one ran without a graph"
     assert not backend.shares_passes and backend.describe().endswith(turns)
     alone = EAGER._replace(verify=lambda state, target, proposal: (state, proposal))

@@ -45,7 +45,7 @@ def test_a_head_is_drafted_with_together_until_its_kernels_are_left():
     assert backend._draft is None
     backend._may_replay = True  # as on a device
     for is_captured in (True, False):
-        backend._draft = mock.Mock(return_value={}, is_captured=is_captured)
+        backend._draft = mock.Mock(return_value={}, runs=mock.Mock(is_captured=is_captured))
         backend.draft_together([mock.Mock()], [mock.Mock()])
         assert (backend._draft is not None) is is_captured
     for part in ("drafting", "commits"):
@@ -144,7 +144,7 @@ def test_one_text_more_than_a_run_takes_drafts_alone():
         memory.tokens.fill_(len(sizes))
         return memory
 
-    draft._runs = run
+    draft.runs = run
     for n, runs in ((1, []), (2, [2]), (8, [8]), (9, [8]), (16, [8, 8])):
         sizes.clear()
         pools = draft([None] * n, [launch] * n)

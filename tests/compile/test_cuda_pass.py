@@ -72,7 +72,7 @@ def test_a_pass_is_captured_once_for_rows_and_sequences_rounded_up(passes):
         together = torch.cat([output.logits for output in outputs])
         assert together.flatten().tolist() == [*range(first, first + sum(sizes))]
     assert [shape[:2] for shape in passes.made] == [(2, 2), (4, 4), (16, 2), (32, 4), (16, 4)]
-    assert len(variants) == 5 and passes.is_captured
+    assert len(variants) == 5 and passes.runs.is_captured
     assert {shape.rows for shape in passes.made} <= {*ROWS}
     assert {shape.sequences for shape in passes.made} <= {*SEQUENCES}
 
@@ -92,10 +92,10 @@ def test_more_than_a_pass_takes_are_several_passes(passes):
 
 def test_a_pass_that_is_not_captured_runs_and_says_so(passes):
     for capture in (None, lambda step, variant: None):
-        assert passes.is_captured
+        assert passes.runs.is_captured
         outputs = passes(*sequences([2, 3]), capture)
         assert [len(output.logits) for output in outputs] == [2, 3]
-    assert not passes.is_captured
+    assert not passes.runs.is_captured
 
 
 def test_a_tree_of_more_rows_than_a_pass_takes_is_the_cores(passes, monkeypatch):
