@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from fasteagle.errors import note, with_progress
 from fasteagle.generate import Engine
 from fasteagle.loading.tensors import mapped_tensors
 from fasteagle.paths import replacing, require_free_space
@@ -110,26 +111,26 @@ def cached_features(
     engine: Engine,
     conversations: Sequence[Conversation],
     folder: Path,
-    progress: Callable[[int], None] = lambda n: None,
     aux_layers: tuple[int, ...] = (),
     ranks: Ranks = ALONE,
 ) -> Features:
     """Return the target's features of every token from shards in `folder`, computed if missing.
 
     A call continues where an earlier one was stopped. Of several processes each writes its part of
-    the shards, and `progress` reports that. Raises `FasteagleError` if the disk is too small.
+    the shards, and the first one reports that. Raises `FasteagleError` if the disk is too small.
     """
     folder.mkdir(parents=True, exist_ok=True)
     shards = [(folder / name, group) for name, group in shards_of(conversations).items()]
     row_bytes = (len(aux_layers) + 1) * engine.model.config.dim * 2
     missing = sum(len(c.ids) for path, group in shards if not path.exists() for c in group)
     require_free_space(folder, missing * row_bytes, "caching features")
-    for path, group in ranks.share(shards):
+    own = ranks.share(shards)
+    notify = note if ranks.is_first else lambda line: None
+    for path, group in with_progress(own, len(own), "features of", "shards", notify):
         if not path.exists():
             features = [_compute(engine, c, aux_layers) for c in group]
             with replacing(path) as temporary:
                 save_file({"features": torch.cat(features)}, temporary)
-        progress(sum(len(c.ids) for c in group))
     ranks.wait()
     parts: list[Tensor] = []  # of each conversation, memory-mapped
     for path, group in shards:

@@ -250,15 +250,7 @@ def _features(
         if ranks.is_first:
             remove_unused(folder, note)  # first: it makes room
         compile_now(engine)
-    total, done = sum(len(c.ids) for c in conversations), 0
-
-    def progress(n: int) -> None:
-        nonlocal done
-        done += n * ranks.size
-        if ranks.is_first:
-            note(f"features of about {min(done, total):,} of {total:,} tokens")
-
-    store = cached_features(engine, conversations, folder, progress, aux_layers, ranks)
+    store = cached_features(engine, conversations, folder, aux_layers, ranks)
     mark_used(folder)
     return store
 
