@@ -8,6 +8,7 @@ of the text, and the memory of CUDA, its libraries and graphs (an estimate).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
 
@@ -74,17 +75,11 @@ def needed_bytes(
     return weights + cache + scratch + max(activations, parts) + CUDA_BYTES
 
 
-def schemes_of(config: ModelConfig) -> tuple[Scheme, ...]:
-    """Return the schemes of a model, the most exact first; no int4 where groups do not fit."""
-    try:
-        return BF16, INT8, int4_for(config)
-    except FasteagleError:
-        return BF16, INT8
-
-
 def settings(config: ModelConfig, context: int) -> Iterator[Setting]:
     """Yield ways to run a model, the most exact first, then with less and less context."""
-    schemes = schemes_of(config)
+    schemes = [BF16, INT8]
+    with contextlib.suppress(FasteagleError):  # no int4 where groups do not fit
+        schemes.append(int4_for(config))
     yield from (Setting(scheme, "auto", context) for scheme in schemes)
     yield Setting(schemes[-1], "int8", context)
     while context > SHORTEST:

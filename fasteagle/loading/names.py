@@ -104,11 +104,6 @@ def is_block_linear(name: str) -> bool:
     return name.startswith("model.layers.") and name.endswith("_proj.weight")
 
 
-def is_expert(name: str) -> bool:
-    """Return whether a weight is one of an expert that a router chooses."""
-    return ".mlp.experts." in name
-
-
 def block_linears(config: ModelConfig, i: int) -> dict[str, list[str]]:
     """Return the names of the weights that make up each linear of block `i`, in their order."""
     p = f"model.layers.{i}."

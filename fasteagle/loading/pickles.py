@@ -20,24 +20,15 @@ def unpickled(file: Path, fix: str = "use a safetensors version of it") -> Any:
     if not file.stat().st_size:
         raise FasteagleError(f"{file} is empty: {fix}")
     is_mapped = zipfile.is_zipfile(file)  # the format before torch 1.6 is none
-    if is_mapped and not _is_stored(file):
-        raise FasteagleError(f"{file}: its parts are compressed, which torch does not write: {fix}")
     try:
+        if is_mapped and any(part.compress_type for part in zipfile.ZipFile(file).infolist()):
+            raise ValueError("its parts are compressed, which torch does not write")
         return torch.load(file, map_location="cpu", mmap=is_mapped, weights_only=True)
     except Exception as error:  # pickle, zip and RuntimeError, depending on the damage
         raise FasteagleError(
             f"{file}: not a weights-only torch file ({first_line(error)}): it is damaged or would "
             f"run code, {fix}"
         ) from error
-
-
-def _is_stored(file: Path) -> bool:
-    """Return whether a zip file holds its parts uncompressed, so that they can be mapped."""
-    try:
-        with zipfile.ZipFile(file) as parts:
-            return all(part.compress_type == zipfile.ZIP_STORED for part in parts.infolist())
-    except (OSError, zipfile.BadZipFile):
-        return True  # damaged, as torch will say
 
 
 def unpickled_tensors(file: Path) -> dict[str, Tensor]:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from fasteagle.errors import FasteagleError
-from fasteagle.loading.names import is_expert
 from fasteagle.loading.tensors import Checkpoint, load_floats, weight_bytes
 from fasteagle.model import EagleHead, MoE
 from fasteagle.quant.cpu_linear import NativeLinear, in_huge_pages
@@ -49,7 +48,7 @@ class Linears:
         groups of the others: it costs them at most about amax / 254 of a group (`int8_groups`)
         and 0.44 bytes per weight, and the product stays one call.
         """
-        if is_expert(names[0]):
+        if ".mlp.experts." in names[0]:
             return self._experts(names)
         weights = [self.checkpoint.packed(name) for name in names]
         parts = [weight for weight in weights if weight is not None]

@@ -155,11 +155,10 @@ def _text(target: Runtime, options: CalibrateOptions, work: Work) -> list[Conver
             self_written=True, tokens=options.tokens, max_new_tokens=ANSWER_TOKENS, out=path
         )
 
-        def write() -> bool:
-            write_text(target, data, lambda n: n >= MIN_CONVERSATIONS and work.seconds > limit)
-            return True
+        def is_enough(n: int) -> bool:
+            return n >= MIN_CONVERSATIONS and work.seconds > limit
 
-        work.once("text", write)
+        work.once("text", lambda: write_text(target, data, is_enough))
     config, longest = target.checkpoint.config, target.engine.max_seq_len
     conversations = read_conversations(path, config.vocab_size, longest)
     _require_enough(conversations)

@@ -259,7 +259,7 @@ class TrainingBar:
     """Progress bar with loss, held-out 0-alpha and tau; plain lines without a terminal."""
 
     def __init__(self, trainer: Trainer) -> None:
-        console = Console(stderr=True)
+        console = Console(stderr=True, highlight=False)
         self._progress = Progress(
             TextColumn("step {task.completed:,} of {task.total:,}"),
             BarColumn(),
@@ -292,10 +292,8 @@ class TrainingBar:
             f"n-alpha {alphas} | tau {entry['tau']:.2f} | TV {entry['tv'][0]:.3f} | "
             f"{entry['tok_s']:,} tok/s"
         )
-        if self._progress.disable:
-            note(line)  # who reads it may leave
-        else:
-            self._progress.console.out(line, highlight=False)
+        tell = note if self._progress.disable else self._progress.console.out
+        tell(line)  # by `note`, for who reads it may leave
 
 
 def head_header(

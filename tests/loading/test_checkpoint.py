@@ -226,5 +226,8 @@ def test_torch_bin_with_compressed_parts(folder):
     ):
         for part in stored.infolist():
             packed.writestr(part.filename, stored.read(part))
-    with pytest.raises(FasteagleError, match="bin: its parts are compressed, .*safetensors"):
+    with pytest.raises(
+        FasteagleError,
+        match="bin: not a weights-only torch file .its parts are compressed, .*safetensors",
+    ):
         load(folder)
