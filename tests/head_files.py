@@ -14,5 +14,5 @@ def load_head(
     path: Path, target: ModelConfig, aux_layers: tuple[int, ...] | None = None
 ) -> tuple[EagleHead, dict[str, Any] | None]:
     """A draft head for a target, and its header."""
-    source = open_head(path, target)
+    source = open_head(path)
     return source.head(target, aux_layers), source.header

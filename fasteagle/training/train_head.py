@@ -184,7 +184,7 @@ def init_head(config: ModelConfig, path: Path | None, options: TrainOptions) -> 
     aux_layers = options.aux_layers_of(config.n_layer)
     if path is None:
         return None
-    head = open_head(path, config).head(config, options.tap_layers)
+    head = open_head(path).head(config, options.tap_layers)
     borrows = bool(aux_layers) and head.own_lm_head is None
     own = head.config.eagle3
     norms = own is not None and own.aux_norm == "each" and own.norm_output

@@ -48,7 +48,7 @@ class HeadFiles:
 
     def loaded(self, config: ModelConfig, aux_layers: tuple[int, ...] | None = None) -> LoadedHead:
         """Load the draft head for a target of `config`. Raises `FasteagleError` as `fitted`."""
-        source = open_head(self.path, config)
+        source = open_head(self.path)
         head, digest = source.head(config, aux_layers), files_digest(self.path)
         return LoadedHead(self.origin, head, source.header, digest, source.made_for)
 

@@ -106,10 +106,16 @@ class HeadSource:
         `aux_layers` replace those of the files. Raises `FasteagleError` for what does not fit.
         Allocates no tensors.
         """
-        check_fit(self.where, self.raw, target)
         raw, state, names = self.raw, self.state, " ".join(self.state)
         shape = head_from_hf(raw, self.where)
-        n_tokens = shape.block.vocab_size
+        n_tokens, width = shape.block.vocab_size, raw.get("target_hidden_size") or shape.block.dim
+        sizes = {"width": (width, target.dim), "vocabulary": (n_tokens, target.vocab_size)}
+        for what, (theirs, ours) in sizes.items():
+            if theirs != ours:
+                raise FasteagleError(
+                    f"{self.where}: the head is for a {what} of {theirs:,}, the model has "
+                    f"{ours:,}: choose the head trained for this model, or run with --no-spec"
+                )
         block = dataclasses.replace(
             shape.block,
             qk_norm="self_attn.q_norm.weight" in names,
@@ -178,19 +184,6 @@ def _load_state(head: EagleHead, state: State) -> None:
         part.copy_(state[key])
 
 
-def check_fit(where: str, raw: Raw, target: ModelConfig) -> None:
-    """Raise `FasteagleError` if a draft head's config has another width or vocabulary."""
-    block = head_from_hf(raw, where).block
-    width = raw.get("target_hidden_size") or block.dim
-    sizes = {"width": (width, target.dim), "vocabulary": (block.vocab_size, target.vocab_size)}
-    for what, (theirs, ours) in sizes.items():
-        if theirs != ours:
-            raise FasteagleError(
-                f"{where}: the head is for a {what} of {theirs:,}, the model has {ours:,}: "
-                "choose the head trained for this model, or run with --no-spec"
-            )
-
-
 def check_state(config: HeadConfig, state: State, name: str) -> None:
     """Raise `FasteagleError` listing all official tensors that do not fit a head of `config`."""
     with torch.device("meta"), Uninitialized():
@@ -222,11 +215,10 @@ def check_state(config: HeadConfig, state: State, name: str) -> None:
 # From files
 
 
-def open_head(path: Path, target: ModelConfig | None = None) -> HeadSource:
+def open_head(path: Path) -> HeadSource:
     """Open the draft head in a folder or a GGUF file of any dialect, or in a model's.
 
-    Raises `FasteagleError` for heads that cannot run, and for one that was made for another target
-    than `target` before its tensors are read.
+    Raises `FasteagleError` for heads that cannot run.
     """
     require_no_pipe(path)
     layer = read_layer(path)
@@ -237,8 +229,6 @@ def open_head(path: Path, target: ModelConfig | None = None) -> HeadSource:
         return _described(str(file), *read_gguf_head(file), None)
     raw = _flat_config(f"{path}/config.json", read_json(path / "config.json"))
     refuse_others(str(path), raw)
-    if target is not None:
-        check_fit(f"{path}/config.json", raw, target)
     return _described(str(path), raw, *_read_state(path))
 
 
