@@ -22,7 +22,7 @@ from fasteagle.errors import FasteagleError, shortened, size_of
 from fasteagle.loading import stored
 from fasteagle.loading.changed import ChangedCheckpoint
 from fasteagle.loading.gguf import GGUFFile
-from fasteagle.loading.imported import open_quantized
+from fasteagle.loading.imported import QuantizedFolder
 from fasteagle.loading.memory import smaller_fit
 from fasteagle.loading.names import CHOICE_BIAS, MTP_LAYERS, block_linears, expected_shapes
 from fasteagle.loading.source import Linears
@@ -85,7 +85,7 @@ def _open_folder(path: Path, raw: dict[str, Any]) -> Checkpoint:
         return stored.StoredFolder(path, raw)
     # Early GPTQ tools wrote a separate file and nothing into config.json.
     if raw.get("quantization_config") or (path / "quantize_config.json").exists():
-        return open_quantized(path, raw)
+        return QuantizedFolder(path, raw)
     config = from_hf(raw, str(path / "config.json"))
     return WeightsFolder(path, config)
 

@@ -93,27 +93,22 @@ class GGUFFile(Checkpoint):
                 raise FasteagleError(f"{path}: two tensors are {hf_name(own)}: fetch it again")
         # A plain view: the memmap subclass costs microseconds on each of a million slices.
         self._data = np.asarray(np.memmap(path, mode="r", dtype=np.uint8))
-        self.config = self._config(named, index.tensors.get(ROPE_FACTORS))
+        embedding, factors = named.get("model.embed_tokens.weight"), index.tensors.get(ROPE_FACTORS)
+        if embedding is None:
+            raise FasteagleError(f"{path}: missing tensor token_embd.weight")
+        self.config = from_gguf(
+            self.fields,
+            vocab_size=embedding.shape[0],
+            tied="lm_head.weight" not in named,
+            rope_freq_factors=None if factors is None else rope_factors(path, self._data, factors),
+            source=str(path),
+        )
         self.tensors: dict[str, GGUFTensor] = {}
         for name, tensor in named.items():
             self.tensors |= _matrices(self.config, name, tensor)
         if mtp_layers(self.fields, str(path)):
             n_layer = self.config.n_layer
             self.tensors = {mtp_name(name, n_layer): t for name, t in self.tensors.items()}
-
-    def _config(self, tensors: Mapping[str, GGUFTensor], factors: GGUFTensor | None) -> ModelConfig:
-        embedding = tensors.get("model.embed_tokens.weight")
-        if embedding is None:
-            raise FasteagleError(f"{self.path}: missing tensor token_embd.weight")
-        return from_gguf(
-            self.fields,
-            vocab_size=embedding.shape[0],
-            tied="lm_head.weight" not in tensors,
-            rope_freq_factors=None
-            if factors is None
-            else rope_factors(self.path, self._data, factors),
-            source=str(self.path),
-        )
 
     def names(self) -> set[str]:
         return set(self.tensors)

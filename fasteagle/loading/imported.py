@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor
 
-from fasteagle.config import ModelConfig
 from fasteagle.config_hf import from_hf
 from fasteagle.errors import FasteagleError, shortened, within
 from fasteagle.loading.layouts import (
@@ -37,17 +36,19 @@ class QuantizedFolder(WeightsFolder):
     """Folder of packed linears, listed under the plain names of their weights.
 
     `scheme` says what its block linears are; `head_bits` is 16 unless the LM head is packed too.
-    Raises `FasteagleError` for parts that are missing or do not fit each other, and where block
-    linears differ in bits or group size, because fused linears need them equal.
+    Raises `FasteagleError` for formats without an exact import, by name, for parts that are missing
+    or do not fit each other, and where block linears differ in bits or group size, because fused
+    linears need them equal.
     """
 
-    def __init__(
-        self, path: Path, config: ModelConfig, method: str, settings: dict[str, Any]
-    ) -> None:
-        """Open the files, and check them by the settings of a `method`."""
+    def __init__(self, path: Path, raw: dict[str, Any]) -> None:
+        """Open a folder by the `quantization_config` of its config.json, given as `raw`."""
+        settings = _settings(path, raw)
+        method = str(settings.get("quant_method") or "unknown").lower()
         with within(str(path)):
             self._declared = declared_kinds(method, settings)
-        super().__init__(path, config)
+        plain = {key: value for key, value in raw.items() if key != "quantization_config"}
+        super().__init__(path, from_hf(plain, str(path / "config.json")))
         self._layout: Layout = AWQLayout()
         if method == "gptq":
             zeros = (self._tensors[n] for n in sorted(self._tensors) if n.endswith(".qzeros"))
@@ -165,20 +166,8 @@ def _part(weight: str, part: str) -> str:
     return f"{weight.removesuffix('weight')}{part}"
 
 
-def open_quantized(path: Path, raw: dict[str, Any]) -> QuantizedFolder:
-    """Open a folder by the `quantization_config` of its config.json, given as `raw`.
-
-    quantize_config.json, as GPTQ tools write it, says what config.json leaves out. Raises
-    `FasteagleError` for formats without an exact import, by name, and for damaged folders.
-    """
-    settings = _settings(path, raw)
-    method = str(settings.get("quant_method") or "unknown").lower()
-    plain = {key: value for key, value in raw.items() if key != "quantization_config"}
-    config = from_hf(plain, str(path / "config.json"))
-    return QuantizedFolder(path, config, method, settings)
-
-
 def _settings(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
+    """Return what a tool says; quantize_config.json says what config.json leaves out."""
     settings = raw.get("quantization_config") or {}
     if not isinstance(settings, dict):
         raise FasteagleError(f"{path}: quantization_config in config.json is not a JSON object")

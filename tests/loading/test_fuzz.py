@@ -24,7 +24,7 @@ from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.heads.read import HEADER_KEY
 from fasteagle.loading.heads.write import save_head
-from fasteagle.loading.imported import open_quantized
+from fasteagle.loading.imported import QuantizedFolder
 from fasteagle.loading.layouts import declared_kinds
 from fasteagle.loading.quantize import write_folder
 from fasteagle.loading.tokenizer import load_tokenizer
@@ -322,4 +322,4 @@ def test_settings_of_other_tools(folder, method, changed, beside):
     declared = {"quant_method": method, "format": "pack-quantized", **beside, **changed}
     outcome(lambda: declared_kinds(method, declared))
     raw = json.loads((folder / "config.json").read_text())
-    outcome(lambda: open_quantized(folder, {**raw, "quantization_config": declared}))
+    outcome(lambda: QuantizedFolder(folder, {**raw, "quantization_config": declared}))

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import check_complete, load_model, open_checkpoint
-from fasteagle.loading.imported import QuantizedFolder, open_quantized
+from fasteagle.loading.imported import QuantizedFolder
 from fasteagle.loading.layouts import CompressedTensorsLayout
 from fasteagle.loading.names import expected_shapes
 from fasteagle.loading.source import Linears
@@ -38,7 +38,7 @@ from quantized_folders import (
 
 
 def open_folder(folder: Path) -> QuantizedFolder:
-    return open_quantized(folder, json.loads((folder / "config.json").read_text()))
+    return QuantizedFolder(folder, json.loads((folder / "config.json").read_text()))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -128,7 +128,7 @@ def test_fingerprint_and_loaded_model_equal_the_dense_one(case, tmp_path):
 )
 def test_formats_without_an_exact_import_are_refused_by_name(settings, words_expected, tmp_path):
     with pytest.raises(FasteagleError) as caught:
-        open_quantized(tmp_path, {**CONFIG, "quantization_config": settings})
+        QuantizedFolder(tmp_path, {**CONFIG, "quantization_config": settings})
     message = str(caught.value)
     assert message.startswith(f"{tmp_path}: ")
     assert words_expected in message
@@ -148,7 +148,7 @@ def test_formats_without_an_exact_import_are_refused_by_name(settings, words_exp
 )
 def test_settings_of_a_wrong_type(settings, message, tmp_path):
     with pytest.raises(FasteagleError) as caught:
-        open_quantized(tmp_path, {**CONFIG, "quantization_config": settings})
+        QuantizedFolder(tmp_path, {**CONFIG, "quantization_config": settings})
     assert str(caught.value).startswith(f"{tmp_path}: quantization_config: ")
     assert message in str(caught.value)
 
@@ -188,7 +188,7 @@ def test_quantize_config_json_fills_in(tmp_path):
     beside.write_text(json.dumps(gptq_settings(checkpoint_format="gptq_v2")))
     raw = json.loads((tmp_path / "config.json").read_text())
     del raw["quantization_config"]  # older folders say it only beside
-    assert torch.equal(open_quantized(tmp_path, raw).load(f"{Q_PROJ}.weight"), weight)
+    assert torch.equal(QuantizedFolder(tmp_path, raw).load(f"{Q_PROJ}.weight"), weight)
     (tmp_path / "config.json").write_text(json.dumps(raw))
     opened = open_checkpoint(tmp_path)  # what every command opens a folder by
     assert torch.equal(opened.load(f"{Q_PROJ}.weight"), weight)
@@ -350,12 +350,12 @@ def test_blocks_of_two_kinds_are_refused(tmp_path):
 def test_folders_without_packed_tensors_or_files(tmp_path):
     raw = {**CONFIG, "quantization_config": gptq_settings()}
     with pytest.raises(FasteagleError, match="no \\*.safetensors and no pytorch_model"):
-        open_quantized(tmp_path, raw)
+        QuantizedFolder(tmp_path, raw)
     save_file(plain_tensors(), tmp_path / "model.safetensors")
     with pytest.raises(FasteagleError, match=r"there is no \*\.qweight"):
-        open_quantized(tmp_path, raw)
+        QuantizedFolder(tmp_path, raw)
     with pytest.raises(FasteagleError, match="not a JSON object"):
-        open_quantized(tmp_path, {**CONFIG, "quantization_config": ["gptq"]})
+        QuantizedFolder(tmp_path, {**CONFIG, "quantization_config": ["gptq"]})
 
 
 def test_zeros_are_required_where_no_group_is_symmetric():
