@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import stat
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -97,6 +98,16 @@ def state_dir() -> Path:
 def costs_path(identity: str, scheme: str, drafter: str) -> Path:
     """Return the file of measured costs of a model (by fingerprint), scheme and drafter."""
     return cache_dir() / "tuner" / f"{identity[:32]}-{scheme}-{drafter}.json"
+
+
+def checkout_commit() -> str | None:
+    """Return the commit of this file's checkout, marked if it was changed; None outside one."""
+    command = ["git", "-C", str(Path(__file__).resolve().parent), "describe", "--always", "--dirty"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
 
 
 def require_free_space(folder: Path, n_bytes: int, what: str) -> None:

@@ -131,10 +131,9 @@ def main(
 def fused_linears(name: str) -> list[tuple[str, int, int]]:
     """Return (linear, outputs, inputs) of a block and the LM head, q/k/v and gate/up in one."""
     c = preset(name)
-    heads, groups = c.n_head * c.head_dim, c.n_kv_head * c.head_dim
     return [
-        ("qkv", heads + 2 * groups, c.dim),
-        ("out", c.dim, heads),
+        ("qkv", c.qkv_dim, c.dim),
+        ("out", c.dim, c.n_head * c.head_dim),
         ("gate_up", 2 * c.ffn_dim, c.dim),
         ("down", c.dim, c.ffn_dim),
         ("lm_head", c.vocab_size, c.dim),

@@ -14,7 +14,6 @@ folder of temporary files.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 import os
@@ -36,7 +35,7 @@ from fasteagle.cli.command import Script, UserPath  # noqa: E402
 from fasteagle.errors import FasteagleError, note, suggest  # noqa: E402
 from fasteagle.loading.registry import local_path  # noqa: E402
 from fasteagle.options import DEFAULT_MODEL  # noqa: E402
-from fasteagle.paths import require_writable, write_json  # noqa: E402
+from fasteagle.paths import checkout_commit, require_writable, write_json  # noqa: E402
 from fasteagle.tables import print_table  # noqa: E402
 from gpu_stages import DRY_PROMPT, PACKAGES, PROMPTS, Stage, all_stages  # noqa: E402
 
@@ -170,12 +169,8 @@ def earlier(path: Path, dry_run: bool) -> list[dict[str, Any]]:
 
 
 def record(entries: Sequence[dict[str, Any]], dry_run: bool) -> dict[str, Any]:
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-    commit = None
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        commit = subprocess.run(git, capture_output=True, text=True, timeout=10).stdout.strip()
-    now = datetime.datetime.now(datetime.UTC)
-    meta = {"date": now.isoformat(timespec="seconds"), "commit": commit, "dry_run": dry_run}
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    meta = {"date": now, "commit": checkout_commit(), "dry_run": dry_run}
     return {"meta": meta, "stages": list(entries)}
 
 

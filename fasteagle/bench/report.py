@@ -7,7 +7,6 @@ import datetime
 import importlib.metadata
 import platform
 import statistics
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from fasteagle.bench.rows import Row, percentile
 from fasteagle.device import accumulate_on, device_name, pick_device
 from fasteagle.errors import counted
 from fasteagle.options import RuntimeOptions
+from fasteagle.paths import checkout_commit
 from fasteagle.shapes import shape_of
 from fasteagle.tables import print_table
 
@@ -116,7 +116,7 @@ def metadata(options: BenchOptions, runtime: RuntimeOptions) -> dict[str, Any]:
     device = pick_device(runtime.device)
     name = device_name(device)
     return {
-        "commit": _commit(),
+        "commit": checkout_commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": name,
         "accumulate": accumulate_on(device) if runtime.backend == "fasteagle" else None,
@@ -130,16 +130,6 @@ def metadata(options: BenchOptions, runtime: RuntimeOptions) -> dict[str, Any]:
         "data": str(options.data or "package prompts"),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
-
-
-def _commit() -> str | None:
-    """Return the commit of this file's checkout, marked if it was changed; None outside one."""
-    command = ["git", "-C", str(Path(__file__).resolve().parent), "describe", "--always", "--dirty"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None
 
 
 COLUMNS = (

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fasteagle import paths
 from fasteagle.bench import report as reports
 from fasteagle.bench.hf import _Clock
 from fasteagle.bench.measure import Bandwidth
@@ -211,5 +212,5 @@ def test_rows_that_are_none(rows, message):
 
 @pytest.mark.parametrize("error", [FileNotFoundError("git"), subprocess.TimeoutExpired("git", 10)])
 def test_without_git_the_commit_is_not_known(monkeypatch, error):
-    monkeypatch.setattr(reports.subprocess, "run", raising(error))
-    assert reports._commit() is None
+    monkeypatch.setattr(paths.subprocess, "run", raising(error))
+    assert paths.checkout_commit() is None
