@@ -13,6 +13,7 @@ from fasteagle.bench.simulate import check_simulated, dummy_drafter
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.entries import EAGLE3, REGISTRY, PublishedHead
+from fasteagle.loading.heads import find
 from fasteagle.loading.open import open_dummy
 from fasteagle.model import Eagle3Head, LMHead
 from fasteagle.options import DraftOptions, RuntimeOptions
@@ -92,7 +93,8 @@ def test_the_random_head_is_stored_like_its_target(tiny_preset):
 def test_the_random_head_is_of_the_published_algorithm(tiny_preset, monkeypatch):
     entry = REGISTRY[tiny_preset]
     config = dataclasses.replace(entry.config, n_layer=6)
-    head = PublishedHead("someone/head", EAGLE3, draft_vocab_size=80)
+    head = PublishedHead("someone/head", EAGLE3)
+    monkeypatch.setattr(find, "EAGLE3_TOKENS", 80)
     entry = dataclasses.replace(entry, config=config, heads=(head,))
     monkeypatch.setitem(REGISTRY, tiny_preset, entry)
     for precision in ("bf16", "int4"):
