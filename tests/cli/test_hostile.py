@@ -7,6 +7,7 @@ import shlex
 import sys
 
 import pytest
+from safetensors.torch import save_file
 
 from fasteagle.loading import hub
 from fasteagle.loading.open import OpenedModel
@@ -203,6 +204,7 @@ def places(tmp_path_factory):
     (folder / "head").mkdir()
     shape = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
     (folder / "head" / "config.json").write_text(json.dumps({**shape, "vocab_size": 260}))
+    save_file({}, folder / "head" / "model.safetensors")
     texts = {"LONG": "x" * 5000, "NINES": "9" * 5000}
     return {"DIR": str(folder), "HEAD": str(folder / "head"), **texts}
 
