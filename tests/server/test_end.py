@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import contextlib
 import gc
@@ -172,3 +173,22 @@ def test_memory_does_not_grow(live):
     assert min(now[0] for now in after) < objects + 100
     assert min(now[1] for now in after) <= threads + 1
     assert after[-1][2] < 1.02 * rss
+
+
+def test_a_large_reply_does_not_wait_for_acknowledgements():
+    """With a send buffer below a segment of loopback it came at 2 MB/s."""
+    listener, data = listen(ServeOptions(port=0)), bytes(2**22)
+
+    async def send(reader, writer):
+        writer.write(data)
+        writer.close()
+
+    async def seconds():
+        async with await asyncio.start_server(send, sock=listener) as server:
+            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            begin = time.perf_counter()
+            assert await reader.read() == data
+            writer.close()
+            return time.perf_counter() - begin
+
+    assert asyncio.run(seconds()) < 1
