@@ -209,6 +209,7 @@ BAD = [
     (SP, renamed("d2t", "draft_id_to_target_id"), None),
     (E3, changed("d2t", lambda d2t: d2t[:0]), "d2t and t2d do not agree"),
     (E1, said(shifted=False), f"shifted is false\\), {OTHERS}"),
+    (E1, changed("fc.weight", lambda w: w * torch.nan), "fc.weight holds NaN or inf: fetch"),
     # Biases that are said and missing.
     (E1, said(qkv_bias=True), "missing layers.0.self_attn.k_proj.bias"),
     (E1, said(qkv_bias="yes"), 'qkv_bias is "yes": must be true or false'),

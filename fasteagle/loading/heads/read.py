@@ -198,6 +198,8 @@ def check_state(config: HeadConfig, state: State, name: str) -> None:
             problems.append(f"{key} is {dtype}, expected {needed}")
         elif shape != expected[key].shape:
             problems.append(f"{key} is {shape}, expected {tuple(expected[key].shape)}")
+        elif not tensor.sum(dtype=torch.float32).isfinite():
+            problems.append(f"{key} holds NaN or inf")
     if problems:
         raise FasteagleError(
             f"{name}: not a draft head we can load: {shortened(problems)}: fetch it again, or "
