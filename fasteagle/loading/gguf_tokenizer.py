@@ -52,6 +52,8 @@ def _reason(error: BaseException) -> str:
     """Return why transformers cannot load a tokenizer, for example code that we never run."""
     if "custom code" in str(error):
         return "its files want Python code of their own to be run (auto_map), which is never done"
+    if str(error).startswith("Couldn't instantiate"):  # from one of several, it goes on
+        return "no tokenizer.json and no tokenizer.model"
     return f"{error} is missing" if isinstance(error, KeyError) else first_line(error)
 
 

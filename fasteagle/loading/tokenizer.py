@@ -325,10 +325,15 @@ def load_tokenizer(path: Path, template: str | None = None) -> ChatTokenizer:
         kind = transformers.PreTrainedTokenizerFast if is_gguf else transformers.AutoTokenizer
         try:
             backend = kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-            backend.encode("a")  # some fields of wrong types are found only here
+            if not backend.encode("a"):  # some fields of wrong types are found only here
+                raise ValueError("the vocabulary is empty")
         except StrictDataclassError as error:  # of a field that only transformers reads
             config = folder / "config.json"
             raise FasteagleError(f"{config}: {error.__cause__ or error}") from error
+        except Exception:  # transformers' texts name no file
+            for file in sorted(folder.glob("*token*.json")):
+                read_json(file)
+            raise
     return ChatTokenizer(backend, _eos_ids(folder, backend), template)
 
 

@@ -163,6 +163,28 @@ def test_a_panic_of_the_tokenizers_library_costs_one_line(tiny_dir, tmp_path):
         load_tokenizer(folder)
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", ["", "{", "[]"])
+def test_a_damaged_file_of_a_tokenizer_is_named(tiny_dir, tmp_path, name, content):
+    folder = shutil.copytree(tiny_dir, tmp_path / "model")
+    (folder / name).write_text(content)
+    with pytest.raises(FasteagleError, match=f"/{name}: (cannot be read|expected a JSON object)"):
+        load_tokenizer(folder)
+
+
+def test_a_folder_without_a_tokenizer_or_with_an_empty_one(tiny_dir, tmp_path):
+    """An empty one made no tokens of any text, without a message."""
+    folder = shutil.copytree(tiny_dir, tmp_path / "model")
+    raw = json.loads((folder / "tokenizer.json").read_text())
+    raw["model"].update(vocab={}, merges=[])
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    with pytest.raises(FasteagleError, match="the vocabulary is empty"):
+        load_tokenizer(folder)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(FasteagleError, match=r"no tokenizer\.json and no tokenizer\.model"):
+        load_tokenizer(folder)
+
+
 QWEN3 = (Path(__file__).parent.parent / "assets" / "templates" / "qwen3.jinja").read_text()
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}"
