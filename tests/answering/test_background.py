@@ -10,6 +10,7 @@ import torch
 from fasteagle.answering import background
 from fasteagle.answering.background import Preparation
 from fasteagle.compile import costs as tuner
+from fasteagle.compile.blocks import configure
 from fasteagle.drafting.base import Tuning
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.ladder import DEFAULT_RANKS
@@ -68,17 +69,22 @@ def test_the_thread_measures_and_the_next_answer_follows_the_plan(
     assert engine.drafter.tuning.path.exists()
 
 
-def test_its_threads_compute_by_as_many_threads_as_answers_do(target, compiler, monkeypatch):
-    """Else compiled code and costs would be those of another number."""
+def test_its_threads_have_the_settings_of_those_that_answer(target, compiler, monkeypatch):
+    """Else compiled code and costs would be those of other settings."""
     before, seen = torch.get_num_threads(), []
-    monkeypatch.setattr(compiler, "wait", lambda: seen.append(torch.get_num_threads()))
+
+    def wait():
+        seen.append((torch.get_num_threads(), torch._dynamo.config.recompile_limit))
+
+    monkeypatch.setattr(compiler, "wait", wait)
+    configure()
     try:
         for n in (1, 3):
             torch.set_num_threads(n)
             Preparation(Engine(target, 64), quiet=True, tune=False).join()
     finally:
         torch.set_num_threads(before)
-    assert seen == [1, 3]
+    assert seen == [(n, torch._dynamo.config.recompile_limit) for n in (1, 3)]
 
 
 def test_nothing_is_measured_while_an_answer_is_written(

@@ -327,6 +327,17 @@ def test_logprobs_are_those_before_the_grammar(compiler):
     assert not masked.isfinite().all()
 
 
+def test_log_probabilities_are_those_of_the_accepted_rows():
+    """Padding is token 0 below the root, as a token of the text may be."""
+    processor, logits = processor_of(n_top=0), torch.randn(4, 12)
+    tokens, parents = torch.tensor([4, 0, 0, 5]), torch.tensor([0, 0, 0, 2])
+    processor(logits, DraftTree(tokens, parents, torch.tensor([True, False, True, True])))
+    processor.accept([0, 5, 8])
+    rows = logits.log_softmax(-1).tolist()
+    expected = [rows[0][0], rows[2][5], rows[3][8]]
+    assert [entry.logprob for entry in processor.logprobs] == pytest.approx(expected, abs=1e-5)
+
+
 @pytest.mark.parametrize("penalties", [(1.5, 0.0), (0.0, 0.4), (1.5, 0.4)])
 def test_penalties_count_the_tokens_of_each_path(penalties):
     processor = processor_of(presence_penalty=penalties[0], frequency_penalty=penalties[1])

@@ -121,6 +121,7 @@ def opened(path):
     return OpenedModel("m", open_checkpoint(path), dummy_tokenizer(TINY_VOCAB))
 
 
+EMBEDDING = "model.embed_tokens.weight"
 MIXES = {
     "Q4_K_M": q4_k_m,
     "Q5_K_M": lambda name: "Q6_K" if "v_proj" in name else "Q5_K",
@@ -152,6 +153,9 @@ def test_mixed_files_run_by_default_in_whole_native_blocks(tmp_path, mix, bits, 
     assert engine.backend.name == "cpu" and isinstance(model.model.lm_head, QuantizedLMHead)
     file = open_checkpoint(tmp_path / "m.gguf")
     assert file.own_scheme == Scheme(bits, 32, "own")
+    # What is looked up is not rounded, but an LM head that is tied to it has the file's own bits.
+    is_exact = file.kinds()[EMBEDDING] in gguf_blocks.GGUF_EXACT
+    assert (file.packed(EMBEDDING) is not None) == (is_exact or file.config.tie_embeddings)
     for name, expected in stored.items():
         assert torch.equal(file.load(name), torch.from_numpy(np.array(expected))), name
         if name.endswith("_proj.weight"):
@@ -188,8 +192,7 @@ def test_a_written_folder_keeps_the_mix_and_the_embedding(tmp_path):
     assert weight_bytes(folder, folder.scheme) == weight_bytes(checkpoint, folder.scheme)
 
     # 8 bits do not hold Q6_K exactly; the LM head runs in them from the file, too.
-    name = "model.embed_tokens.weight"
-    assert torch.equal(folder.load(name), checkpoint.load(name))
+    assert torch.equal(folder.load(EMBEDDING), checkpoint.load(EMBEDDING))
     assert folder.bits("lm_head.weight") == 8
 
 
