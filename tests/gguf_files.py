@@ -136,7 +136,7 @@ def write_gguf(path, model, kind="F32", architecture="llama", extra=None, drop=(
     write_experts_metadata(writer, config, architecture)
     for key, value in (extra or {}).items():
         add = {str: writer.add_string, int: writer.add_uint32, list: writer.add_array}
-        add[float] = writer.add_float32
+        add |= {float: writer.add_float32, bool: writer.add_bool}
         add[type(value)](key, value)
     stored = {}
     parts = [part for item in model.state_dict().items() for part in gguf_parts(*item)]

@@ -164,6 +164,15 @@ def test_the_drafter_is_shown_what_it_has_not_seen_when_it_was_kept(target):
     assert (engine.shown, engine.cached) == (shown, whole)
 
 
+def test_a_sequence_whose_beginning_is_used_counts_as_used(target):
+    engine, cache = Engine(target, 512), PrefixCache(3 * 119 * BYTES_OF_TOKEN)
+    system = text(1, 80)
+    first, other = system + text(2, 20), system + text(3, 20)
+    for prompt in (first, text(4), text(5), other, text(6), first):
+        answer(engine, prompt, cache)
+    assert engine.stats.cached_tokens >= 99
+
+
 def test_a_sequence_that_is_stored_already_counts_as_used(target):
     """Two engines share the cache: the one that leaves its sequence last has used it last."""
     one, other = Engine(target, 512), Engine(target, 512)

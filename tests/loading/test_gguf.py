@@ -35,8 +35,10 @@ FAMILIES = (*ARCHITECTURES, "qwen2", "qwen3", "qwen2moe", "qwen3moe", "olmoe", "
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_logits_equal_those_of_the_model_that_was_written(tmp_path, family):
-    hf = make_hf_model(family)
-    write_gguf(tmp_path / "m.gguf", hf, architecture=ARCHITECTURES.get(family, family))
+    hf, extra, architecture = make_hf_model(family), {}, ARCHITECTURES.get(family, family)
+    if architecture == "granitemoe":  # llama.cpp does not ask: its weights sum to 1
+        extra = {"granitemoe.expert_weights_norm": False}
+    write_gguf(tmp_path / "m.gguf", hf, architecture=architecture, extra=extra)
     checkpoint = open_checkpoint(tmp_path / "m.gguf")
     model = load_model(checkpoint, dtype=torch.float32, device="cpu", max_seq_len=64)
     tokens = torch.arange(5, 45)

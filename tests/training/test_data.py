@@ -84,6 +84,9 @@ def test_frequent_tokens_and_held_out():
     text = [Conversation([1, 2, 9, 9, 7, 7, 5, 5, 5], 2, i % 2 == 1) for i in range(10)]
     assert frequent_tokens(text, 2).tolist() == [5, 7], "the lower of two as frequent ones"
     assert frequent_tokens(text, 5).tolist() == [0, 1, 5, 7, 9]
+    prior = [40, 7, 30]
+    assert frequent_tokens(text, 4, prior).tolist() == [5, 7, 9, 40]
+    assert frequent_tokens(text, 6, prior).tolist() == [0, 5, 7, 9, 30, 40]
     among = torch.tensor([3, 4, 9, 12])
     assert frequent_tokens(text, 1, among=among).tolist() == [9]
     assert frequent_tokens(text, 3, among=among).tolist() == [3, 4, 9]

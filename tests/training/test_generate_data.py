@@ -173,7 +173,12 @@ def test_a_few_seeds_are_shown_and_an_instruction_is_a_text(tmp_path):
     path.write_text("".join(json.dumps({"instruction": c * n}) + "\n" for c, n in SEEDS))
     conversations = Conversations(DataOptions(seeds=path, count=1, out=tmp_path / "t.jsonl"))
     conversing = conversations.start(0)
-    assert len(next(conversing).messages) == 2 * 2 + 1, "two are short enough"
+    asked = next(conversing)
+    assert len(asked.messages) == 2 * 2 + 1, "two are short enough"
+    answered = conversing.send(Reply([1], [2, 3, 4], "a task", False))
+    assert answered.params.seed != asked.params.seed, "else both draw by the same noise"
+    conversing = conversations.start(0)
+    next(conversing)
     with pytest.raises(StopIteration) as ended:
         conversing.send(Reply([1], [2, 3, 4], " \n", False))
     assert ended.value.value.dropped == "instruction without an end"
