@@ -82,6 +82,7 @@ def test_a_seed_is_drawn_and_told(llm):
     again = llm.chat("hello", temperature=1.0, max_new_tokens=20, seed=first.seed)
     assert again.tokens == first.tokens
     assert llm.chat("hello", temperature=1.0, max_new_tokens=2).seed != first.seed
+    assert llm.chat("hello", temperature=1.0, max_new_tokens=2, seed=0).seed == 0
 
 
 def test_stop_strings(llm):

@@ -242,6 +242,7 @@ def test_bad_heads_get_one_line(target, tmp_path, dialect, spoil, message):
     write_folder(tmp_path, raw, state)
     if message is None:
         load_head(tmp_path, CONFIG)
+        assert open_head(tmp_path).aux_layers != ()  # of none it says nothing
         return
     with pytest.raises(FasteagleError, match=message) as caught:
         load_head(tmp_path, CONFIG)

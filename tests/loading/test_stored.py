@@ -181,6 +181,13 @@ def test_a_damaged_folder_is_refused_and_in_the_cache_repaired_once(folder, dama
     assert len(list(first.path.parent.iterdir())) == 1
 
 
+def test_zero_points_are_16_at_most(folder):
+    """GPTQ stores them less one, in four bits."""
+    path = with_scheme(open_checkpoint(folder), "int4-g32").path
+    put("zeros", lambda zeros: torch.full_like(zeros, 16))(path)
+    assert (open_checkpoint(path).packed(PART[:-1]).zeros == 16).all()
+
+
 def test_a_quantized_model_is_its_dequantized_twin(folder):
     """In fp32 the engine computes with exactly the stored values."""
     engine, checkpoint = quantized_engine(folder, "int4-g32", head_bits=16)
