@@ -248,6 +248,7 @@ def test_runs_that_cannot_go_on_say_so(tiny_dir, text_file, tmp_path, no_compile
         (("--draft-vocab-size", 9999), "draft-vocab-size 9,999 is more than the model's"),
         (("--beta1", 1.5), "beta1 1.5 is out of range: use >= 0 and < 1"),
         (("--weight-decay", -1), "weight-decay -1.0 is out of range"),
+        (("--ce-weight", 0, "--feature-weight", 0), "train nothing"),
     ):
         refused = invoke(*more, *wrong)
         assert refused.exit_code == 2 and message in refused.stderr
@@ -267,17 +268,6 @@ def test_what_is_there_is_not_written_over(tiny_dir, text_file, tmp_path, no_com
     assert refused.exit_code == 2 and "written by another process" in refused.stderr
     done = invoke(*command(tiny_dir, text_file, out, "--steps", 1), "--resume")
     assert done.exit_code == 0 and "nothing to continue in" in done.stderr
-
-
-def test_conversations_shorter_than_the_steps_ahead(tiny_dir, tmp_path, no_compiler):
-    text = tmp_path / "short.jsonl"
-    line = {"ids": [5, 6, 7, 8], "prompt_len": 1, "T": 0}
-    text.write_text((json.dumps(line) + "\n") * 30)
-    short = command(tiny_dir, text, tmp_path / "out", "--steps", 2, "--batch-tokens", 3)
-    done = invoke(*short, "--self-fed-steps", 6)
-    assert done.exit_code == 0, done.stderr
-    nothing = invoke(*short, "--ce-weight", 0, "--feature-weight", 0)
-    assert nothing.exit_code == 2 and "train nothing" in nothing.stderr
 
 
 def kill_at_first_save(*arguments: object, compiled: bool) -> None:
