@@ -207,16 +207,6 @@ def test_kernels_are_compiled_while_nothing_is_captured(engine, monkeypatch):
     assert free == [False]
 
 
-def test_what_was_spoiled_while_code_was_compiled_is_captured_with_it(cuda, engine):
-    """Both tries, by the thread that compiles."""
-    cuda.refusing = 2
-    engine.prepare(SamplingParams())
-    assert engine.runner.captured == 0
-    engine.runner.forget()  # as `CycleCompiler.apply` does
-    engine.prepare(SamplingParams())
-    assert engine.runner.captured == 1
-
-
 def test_compiled_code_is_captured_where_other_code_failed_for_good(cuda, engine):
     cuda.refusing = 100
     for _ in range(2):
@@ -316,7 +306,7 @@ def test_no_drafter_that_was_replaced_is_kept(cuda, engine, refusing):
 
 
 def test_captures_that_were_spoiled_now_and_then_go_on(cuda, engine):
-    for spoiled in range(1, 4):
+    for spoiled in range(1, 6):  # more than may follow each other
         cuda.refusing = 1
         engine.prepare(SamplingParams())
         assert engine.runner.captured == 1 and cuda.refused == spoiled
