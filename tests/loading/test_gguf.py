@@ -64,22 +64,6 @@ def test_rope_is_scaled_as_llama_cpp_does(tmp_path, extra, factor):
     assert GGUFFile(path).config.rope_linear_factor == factor
 
 
-def test_rope_freq_factors_divide_the_frequencies(tmp_path):
-    """Llama-3.1 files carry the stretch as a tensor; it must equal the config's formula."""
-    from fasteagle.config import Llama3RopeScaling, ModelConfig
-    from fasteagle.model import rope_table
-
-    shape = dict(dim=64, n_layer=1, n_head=4, n_kv_head=4, head_dim=16, ffn_dim=8)
-    shape |= dict(vocab_size=9, max_seq_len=256, rope_base=500000.0)
-    scaled = ModelConfig(**shape, rope_scaling=Llama3RopeScaling(8.0, 1.0, 4.0, 64))
-    plain, stretched = rope_table(ModelConfig(**shape), 2), rope_table(scaled, 2)
-    angle = [torch.atan2(sin[1, :8], cos[1, :8]) for cos, sin in (plain, stretched)]
-    factors = tuple((angle[0] / angle[1]).tolist())
-    by_tensor = ModelConfig(**shape, rope_freq_factors=factors)
-    for a, b in zip(rope_table(by_tensor, 100), rope_table(scaled, 100), strict=True):
-        assert torch.allclose(a, b, atol=1e-4)
-
-
 def test_the_index_is_what_the_gguf_package_reads(tmp_path):
     """Arrays of every kind are skipped to the right byte."""
     arrays = {"a.u8": [1, 2], "a.f64": [0.5] * 9, "a.bool": [True], "a.text": ["x", "", "yz"] * 3}

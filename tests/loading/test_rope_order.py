@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from fasteagle.loading.changed import ChangedCheckpoint
-from fasteagle.loading.rope_order import rope_order
 from fasteagle.loading.tensors import DummyCheckpoint
 from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import Scheme
@@ -24,11 +23,6 @@ class Packed(DummyCheckpoint):
 
     def load(self, name):
         return self.packed(name).dequantize()
-
-
-def test_the_order_puts_pairs_into_halves():
-    assert rope_order(8, 2).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
-    assert rope_order(6, 1).tolist() == [0, 2, 4, 1, 3, 5]
 
 
 @pytest.mark.parametrize(("name", "n_head"), [(Q, 4), (K, 2), (V, None)])
