@@ -45,6 +45,8 @@ THINKING_TEMPLATE = (  # thoughts of earlier answers are dropped, and the prompt
     "{% if enable_thinking is defined and not enable_thinking %}{{ '\n</think>\n\n' }}{% endif %}"
 )
 PROMPT, GREEDY = [5, 9, 20, 17, 33, 8, 12, 44], SamplingParams()
+DRAWN = [GREEDY, SamplingParams(0.8, top_p=0.9, seed=7)]
+DRAWN += [SamplingParams(0.9, repetition_penalty=1.2, seed=6)]
 SPECIALS = ["<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
 
 

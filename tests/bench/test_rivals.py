@@ -23,10 +23,10 @@ from fasteagle.bench.rivals.train_medusa import measure_ranks, read_positions, t
 from fasteagle.decoding.cycle import decode_cycle
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
-from fasteagle.options import SamplingParams
 from fasteagle.sampling import SamplingMode
 from fasteagle.tree import ancestor_mask
 from helpers import (
+    DRAWN,
     GREEDY,
     captured_engine,
     empty_state,
@@ -36,13 +36,6 @@ from helpers import (
     tiny_config,
 )
 from training_cases import talk
-
-DRAWN = [
-    GREEDY,
-    SamplingParams(0.8, top_p=0.9, seed=7),
-    SamplingParams(0.9, repetition_penalty=1.2, seed=6),
-]
-
 
 EVEN = ((0.3, 0.2, 0.1, 0.05, 0.04, 0.03, 0.02, 0.01),) * HEADS
 

@@ -12,6 +12,7 @@ from fasteagle.options import SamplingParams
 from fasteagle.shapes import TreeShape
 from fasteagle.tree import ancestor_mask
 from helpers import (
+    DRAWN,
     GREEDY,
     PROMPT,
     captured_engine,
@@ -24,12 +25,6 @@ from helpers import (
     spec_of,
     tiny_config,
 )
-
-DRAWN = [
-    GREEDY,
-    SamplingParams(0.8, top_p=0.9, seed=7),
-    SamplingParams(0.9, repetition_penalty=1.2, seed=6),
-]
 
 
 def smaller(**changes):
