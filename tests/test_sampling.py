@@ -207,13 +207,6 @@ def test_draws_follow_the_processed_distribution(params):
     assert chi2 < CHI2
 
 
-def test_greedy_is_argmax_and_ignores_the_seed():
-    logits = random_logits()
-    for seed in (0, 5):
-        tokens = draw(logits, torch.arange(5), SamplingParams(seed=seed))
-        assert torch.equal(tokens, logits.argmax(-1))
-
-
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(0.8, top_p=0.9)])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_rows_that_are_not_finite_are_marked(params, bad):
