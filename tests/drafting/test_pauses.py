@@ -46,12 +46,12 @@ def test_pauses_become_longer_and_drafting_comes_back():
 def test_drafting_comes_back_within_a_few_cycles_after_a_pause():
     """A text that was hard to draft becomes easy: cycles before the pause count little then."""
     speeds = []
-    for seed in range(5):
+    for seed in range(20):
         policy = policy_of(QUIET)
         Machine(QUIET, 0.1, seed).run(policy, 1500)
         policy._pauses.left = min(policy._pauses.left, 1)
-        speeds.append(Machine(QUIET, 0.9, seed).run(policy, 120))
-    assert sorted(speeds)[2] > 1.2
+        speeds.append(Machine(QUIET, 0.8, seed).run(policy, 120))
+    assert sum(speeds) / len(speeds) > 1.13  # else 1.05
 
 
 def test_the_first_pause_after_long_drafting_is_short_again():
