@@ -91,20 +91,6 @@ def test_it_is_given_up_the_sooner_the_less_it_is_worth(gain, least):
     assert least <= cycles < 2 * least
 
 
-def test_plain_passes_are_timed_in_blocks_which_become_rare():
-    policy, blocks, now = policy_of(SLOW), [], 0
-    for _ in range(1500):
-        if policy.next_shape is None:
-            now += 1
-            policy.learn(None, Outcome(ms=5.0, verify_ms=4.9))
-        else:
-            blocks += [now] if now else []
-            now = 0
-            policy.learn(CHAIN, Outcome(2, 0, 3, True, (0.8, 0.7, 0.6), 7.0, 1.2, 5.4))
-    assert 3 <= len(blocks) <= 6 and all(5 <= n <= BLOCK for n in blocks)
-    assert policy.plain_ms == 5.0
-
-
 @pytest.mark.parametrize(
     ("pace", "passes"),
     [
