@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from fasteagle.config_fields import parse_json_file
-from fasteagle.errors import FasteagleError, reason_of
+from fasteagle.errors import FasteagleError, counted, reason_of
 
 MOST_NODES = 4096  # of a tree that a person gives
 
@@ -18,6 +18,11 @@ class Shape:
     def rows(self) -> int:
         """Largest number of rows of the verify pass, root included."""
         return self.nodes + 1  # type: ignore[attr-defined]
+
+    @property
+    def size(self) -> str:
+        """Number of drafted tokens a pass, for messages."""
+        return counted(self.nodes, "node")  # type: ignore[attr-defined]
 
 
 class HeadShape(Shape):
@@ -95,6 +100,10 @@ class GatedChain(HeadShape):
     @property
     def nodes(self) -> int:
         return self.depth
+
+    @property
+    def size(self) -> str:
+        return f"chains of {self}"
 
     def __str__(self) -> str:
         return f"1 to {self.depth}"

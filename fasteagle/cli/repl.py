@@ -170,8 +170,7 @@ class Repl:
         elif text:
             self._resize(text)
         drafter = self.engine.drafter
-        size = counted(drafter.shape.nodes, "node") if drafter else ""
-        print(f"{drafter.name}, {size}" if drafter else "no speculation")
+        print(f"{drafter.name}, {drafter.shape.size}" if drafter else "no speculation")
 
     def _resize(self, number: str) -> None:
         """Draft so many tokens a pass from now on."""

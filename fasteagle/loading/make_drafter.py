@@ -248,8 +248,7 @@ class Drafting:
         if (options.auto_tree or is_chain) and isinstance(drafter, EagleDrafter):
             ranks = ranks_of(loaded.header)
             drafter.tuning = _tuning(drafter, engine, checkpoint, identity, ranks, loaded.digest)
-        size = f"chains of {drafter.shape}" if is_chain else counted(drafter.shape.nodes, "node")
-        notify(f"draft head {loaded.origin}: {drafter.name}, {size}")
+        notify(f"draft head {loaded.origin}: {drafter.name}, {drafter.shape.size}")
         return drafter
 
     def _ngram(self, engine: Engine, checkpoint: Checkpoint, corpus: Corpus | None) -> NgramDrafter:

@@ -14,7 +14,7 @@ from fasteagle.cli.markdown import Style
 from fasteagle.cli.session import ChatSession, Piece
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.options import AnswerOptions, SamplingParams
-from fasteagle.shapes import TreeShape
+from fasteagle.shapes import GatedChain, TreeShape
 from helpers import THINKING_TEMPLATE, raising, random_head
 
 # What is typed (None: Ctrl-C at the prompt), and which lines the loop acts on.
@@ -140,6 +140,8 @@ def test_switching_speculation(typed, llm):
     assert "eagle, 4 nodes" in typed("/spec 4")
     assert "/spec 0 is out of range: tree-nodes 0" in typed("/spec 0")
     assert "/spec 99 is out of range: tree-nodes 99 is more than" in typed("/spec 99")
+    typed.chat.drafter = EagleDrafter(head, GatedChain(8), 512)
+    assert ", chains of 1 to 8" in typed("/spec on")  # as the line after loading says it
 
 
 def test_tint_is_switched(typed):
