@@ -110,13 +110,8 @@ def stack(parts: Sequence[PackedWeight]) -> PackedWeight:
     assert {(p.bits, p.group_size) for p in parts} == {(first.bits, first.group_size)}
     if len({frozenset(p.tensors()) for p in parts}) > 1:
         parts = [_with_offsets(part) for part in parts]
-    joined = {}
-    for name in parts[0].tensors():
-        tensors = [part.tensors()[name] for part in parts]
-        dtypes = {tensor.dtype for tensor in tensors}
-        if len(dtypes) > 1:
-            tensors = [tensor.float() for tensor in tensors]
-        joined[name] = torch.cat(tensors)
+    tensors = [part.tensors() for part in parts]  # `cat` joins fp16 and bf16 to fp32
+    joined = {name: torch.cat([each[name] for each in tensors]) for name in tensors[0]}
     return dataclasses.replace(parts[0], **joined)
 
 
