@@ -7,12 +7,13 @@ import torch
 
 from fasteagle.compile.measurement import Measurement
 from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.options import SamplingParams
 from fasteagle.shapes import TreeShape
-from helpers import GREEDY, generated, make_hf_model, random_head, verify_rows
+from helpers import GREEDY, Even, generated, make_hf_model, random_head, verify_rows
 
 SAMPLED = SamplingParams(0.9, top_p=0.95, repetition_penalty=1.2, seed=11)
 PROMPT = [5, 9, 200, 17, 33, 8, 120, 64]
@@ -175,3 +176,22 @@ def test_verify_gives_each_row_its_own_path_under_a_sliding_window(tmp_path):
         path = prompt + rows
         expected = hf(torch.tensor([path])).logits[0, -1]
         assert (logits[j] - expected).abs().max() < 1e-4
+
+
+def test_values_that_are_not_finite_do_not_spoil_the_next_answer(engine):
+    """Attention multiplies the rows that it does not see by zero."""
+    expected = generated(engine, 9, PROMPT)
+    engine.cache.rows.fill_(float("nan"))
+    with pytest.raises(FasteagleError, match="not finite"):
+        generated(engine, 9, [*PROMPT, 7])
+    assert generated(engine, 9, PROMPT) == expected
+
+
+@pytest.mark.parametrize("processor", [None, Even()])
+def test_what_the_policy_learns_of_a_cycle(model, processor):
+    """Nothing was shown to a draft head, and a processor takes time of its own."""
+    drafter, outcomes = NgramDrafter(), []
+    drafter.learn = lambda shape, outcome: outcomes.append(outcome)
+    generated(Engine(model, 128, drafter=drafter), 9, [5, 6] * 4, processor=processor)
+    assert outcomes and not any(outcome.extended for outcome in outcomes)
+    assert {outcome.ms is None for outcome in outcomes} == {processor is not None}

@@ -28,6 +28,7 @@ from helpers import (
     empty_state,
     fused_drafter,
     generated,
+    raising,
     random_head,
     random_target,
     rest_slow,
@@ -270,6 +271,15 @@ def test_breaking_off_anywhere_leaves_the_engine_usable(target, head, monkeypatc
         with pytest.raises(KeyboardInterrupt):
             generated(engine)
         assert generated(engine) == expected
+
+
+def test_pairs_that_memory_was_short_for_are_shown_later(target, head, monkeypatch):
+    engine = Engine(target, 512, drafter=EagleDrafter(head, TreeShape(3, 4, 7), 512))
+    with monkeypatch.context() as short:
+        short.setattr(engine.drafter, "show", raising(torch.OutOfMemoryError("none")))
+        with pytest.raises(FasteagleError, match="out of memory at token 8 of a prompt of 8"):
+            generated(engine)
+    assert_true_pairs(engine, PROMPT + generated(engine, 20), missing=10)
 
 
 def test_breaking_off_after_a_commit_shows_the_head_no_wrong_pairs(target, head, monkeypatch):

@@ -14,9 +14,11 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+import torch
 from live_server import CHAT, LONG, SHORT, busy, deaf, failures, n_generated, number, serving, until
 
 from fasteagle.answering.answer import Chunk
+from fasteagle.answering.several import Answers
 from fasteagle.decoding.stats import Stats
 from fasteagle.generate import Engine
 from fasteagle.options import ServeOptions
@@ -68,6 +70,19 @@ def test_the_pace_of_answers_is_that_of_the_last_ones(live, monkeypatch):
     monkeypatch.setattr(live.server.queue, "_mean_seconds", 100.0)
     assert httpx.post(live.url + CHAT, json=SHORT).status_code == 200
     assert live.server.queue._mean_seconds == pytest.approx(80, abs=1)
+
+
+def test_the_thread_that_answers_may_run_many_variants_of_compiled_code(live, monkeypatch):
+    """torch keeps this limit for each thread."""
+    step, limits = Answers.step, []
+
+    def noting(answers):
+        limits.append(torch._dynamo.config.recompile_limit)
+        return step(answers)
+
+    monkeypatch.setattr(Answers, "step", noting)
+    assert httpx.post(live.url + CHAT, json=SHORT).status_code == 200
+    assert min(limits) >= 256
 
 
 @pytest.mark.parametrize("n_read", [0, 5])
