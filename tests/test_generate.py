@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fasteagle.compile.measurement import Measurement
+from fasteagle.decoding.stats import Stats
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.errors import FasteagleError
@@ -195,3 +196,11 @@ def test_what_the_policy_learns_of_a_cycle(model, processor):
     generated(Engine(model, 128, drafter=drafter), 9, [5, 6] * 4, processor=processor)
     assert outcomes and not any(outcome.extended for outcome in outcomes)
     assert {outcome.ms is None for outcome in outcomes} == {processor is not None}
+
+
+def test_chunks_that_come_together_have_equal_parts_of_the_time():
+    stats = Stats()
+    for elapsed, ready in ((0.0, 0), (1.0, 0), (2.5, 1), (2.75, 0)):
+        stats.add_chunk(elapsed, ready)
+        stats.passes += 1
+    assert stats.cycle_seconds == [1.0, 0.875, 0.875] and stats.decode_seconds == 2.75

@@ -77,6 +77,11 @@ def test_a_conversation_keeps_the_tokens_that_were_generated(llm):
     assert again.stats.cached_tokens == first.stats.prompt_tokens + len(first.tokens) - 1
 
 
+def test_false_asks_for_no_form(llm):
+    expected = llm.chat("hello", max_new_tokens=5).tokens
+    assert llm.chat("hello", max_new_tokens=5, json_schema=False).tokens == expected
+
+
 def test_a_seed_is_drawn_and_told(llm):
     first = llm.chat("hello", temperature=1.0, max_new_tokens=20)
     again = llm.chat("hello", temperature=1.0, max_new_tokens=20, seed=first.seed)

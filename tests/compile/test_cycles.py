@@ -141,6 +141,15 @@ def test_a_large_tree_stays_within_caches_of_fixed_size(target, head, ahead):
     assert generated(engine, n=9) == expected[:9]
 
 
+def test_times_of_cycles_that_are_launched_ahead_do_not_overlap(target, head):
+    engine, times = eagle_engine(target, head), []
+    generated(engine, 9)
+    engine.drafter.learn = lambda shape, outcome: times.append(outcome.ms)
+    generated(engine)
+    assert len(times) == engine.stats.passes
+    assert sum(times) < 1.1e3 * engine.stats.decode_seconds
+
+
 def test_cycles_are_captured_anew_where_features_have_another_place(target, head):
     """Those of the same drafter would write to the old tensors."""
     engine, drafter = captured_engine(target, 256), EagleDrafter(head, TreeShape(2, 1, 2), 256)
