@@ -10,8 +10,10 @@ import pytest
 
 import fasteagle
 from fasteagle import FasteagleError
+from fasteagle.answering.keywords import read_keywords
 from fasteagle.compile.costs import USUAL, store_costs
 from fasteagle.drafting.ngram import NgramDrafter
+from fasteagle.options import GrammarSpec
 from helpers import TINY_VOCAB, output_of
 
 
@@ -77,9 +79,12 @@ def test_a_conversation_keeps_the_tokens_that_were_generated(llm):
     assert again.stats.cached_tokens == first.stats.prompt_tokens + len(first.tokens) - 1
 
 
-def test_false_asks_for_no_form(llm):
-    expected = llm.chat("hello", max_new_tokens=5).tokens
-    assert llm.chat("hello", max_new_tokens=5, json_schema=False).tokens == expected
+@pytest.mark.parametrize(
+    ("form", "spec"),
+    [(True, GrammarSpec("json_object")), (False, None), ({}, GrammarSpec("json_schema", "{}"))],
+)
+def test_a_schema_is_a_dictionary_or_true_for_any_object(form, spec):
+    assert read_keywords("chat", {"json_schema": form})["spec"] == spec
 
 
 def test_a_seed_is_drawn_and_told(llm):
