@@ -15,7 +15,7 @@ from fasteagle.loading import registry
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.heads.find import find_head, may_find_head, named_head
 from fasteagle.loading.heads.read import with_vocabulary
-from fasteagle.loading.tensors import fingerprint
+from fasteagle.loading.tensors import files_digest, fingerprint
 from fasteagle.paths import cache_dir
 from head_folders import DIALECTS, head_for, write_folder
 from helpers import invoke, random_head, save_tiny
@@ -131,3 +131,15 @@ def test_any_calibrated_head_may_be_that_of_the_quantized_weights(checkpoint):
     assert not may_find_head("some-model", checkpoint)
     empty_head(cache_dir() / "heads" / ("ab" * 32))
     assert may_find_head("some-model", checkpoint)
+
+
+def test_the_digest_of_a_head_is_that_of_names_sizes_and_beginnings(tmp_path):
+    digests = set()
+    for name, size, end in (("a", 1 << 17, 0), ("a", 1 << 17, 1), ("a", 1 << 18, 0), ("b", 9, 0)):
+        for file in tmp_path.iterdir():
+            file.unlink()
+        content = bytes(size - 1) + bytes([end])
+        (tmp_path / f"{name}.safetensors").write_bytes(content)
+        (tmp_path / "other.txt").write_bytes(content)
+        digests.add(files_digest(tmp_path))
+    assert len(digests) == 3
