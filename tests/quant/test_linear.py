@@ -10,7 +10,7 @@ from torch import nn
 
 from fasteagle.errors import FasteagleError
 from fasteagle.loading import source
-from fasteagle.loading.source import quantize_, quantize_head_
+from fasteagle.loading.source import head_scheme, quantize_, quantize_head_
 from fasteagle.model import EagleHead, rows_product
 from fasteagle.quant import interleaved, packed
 from fasteagle.quant import linear as linear_module
@@ -327,3 +327,15 @@ def test_the_linear_of_cuda_keeps_large_inputs_and_logits_in_fp32():
     logits = head(x)
     assert logits.dtype == torch.float32 and linear.accumulate == "fp32"
     torch.testing.assert_close(logits, x.float() @ packed.dequantize().T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "head"),
+    [
+        (Scheme(4, 64, "hqq", head_bits=4), Scheme(4, 64)),
+        (Scheme(8, head_bits=4), Scheme(4, 32)),
+        (Scheme(4, 64, "hqq", head_bits=8), Scheme(8)),
+    ],
+)
+def test_an_lm_head_of_four_bits_has_the_groups_of_the_linears(scheme, head):
+    assert head_scheme(scheme) == head

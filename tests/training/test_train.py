@@ -218,6 +218,16 @@ def test_a_checkpoint_that_is_none_costs_one_line(trainer, tmp_path):
             made.resume()
 
 
+def test_gradients_that_are_not_finite_change_no_weight(trainer):
+    """Where the loss still is: clipping would make NaN of them all."""
+    made = trainer(dataclasses.replace(OPTIONS, steps=1))
+    before, weight = made.head.fc.weight.detach().clone(), made.head.fc.weight
+    weight.register_hook(lambda gradient: gradient * float("inf"))
+    with pytest.raises(FasteagleError, match="the loss is not finite at step 1"):
+        made.run(lambda entry: None)
+    assert torch.equal(weight, before)
+
+
 def test_a_run_that_diverges_costs_one_line_and_keeps_its_checkpoint(trainer, tmp_path):
     made = trainer(dataclasses.replace(OPTIONS, steps=9))
     state = tmp_path / "run" / "state.pt"
