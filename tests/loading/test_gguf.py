@@ -157,12 +157,12 @@ def test_damaged_file(good, tmp_path, place, written, message):
     assert str(caught.value).startswith(f"{path}: {message.replace('SIZE', f'{len(good):,}')}")
 
 
-@pytest.mark.parametrize("keep", [2, 30, 500, 0.5, 0.999])
+@pytest.mark.parametrize("keep", [2, 30, 500, 0.5, 0.999, -1])
 def test_truncated_file(good, tmp_path, keep):
     """Past the index, the message says how long the file must be."""
     path = tmp_path / "m.gguf"
-    size = int(keep * len(good)) if isinstance(keep, float) else keep
-    path.write_bytes(good[:size])
+    path.write_bytes(good[: int(keep * len(good)) if isinstance(keep, float) else keep])
+    size = path.stat().st_size
     message = f"ends at byte {size:,}, its index needs {len(good):,}: fetch it again"
     if size < 1000:
         message = "not a GGUF file" if size < 4 else f"ends at byte {size}, w"
