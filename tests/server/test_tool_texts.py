@@ -125,6 +125,7 @@ def test_a_call_that_was_cut_leaves_no_markup(form, text, content, n_calls):
     [
         (HERMES, "well \n<tool_call>{", "well"),
         (HERMES, f"{CALL}\n<tool_call>{{", CALL),
+        (HERMES, "no <tool_call>x</tool_call> of mine", None),  # whole, though no call of a tool
         (LLAMA3, '{\n    "name" : "we', ""),
         (LLAMA3, '{\n    "number": 1', None),
         (LLAMA3, " \n", None),
