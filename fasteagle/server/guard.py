@@ -87,8 +87,8 @@ class Guard:
     def _keyless(self, scope: Scope, headers: Headers) -> Response | None:
         if self._key is None or scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
             return None
-        credentials = headers.get("authorization", "").encode("latin-1")
-        if hmac.compare_digest(credentials, b"Bearer " + self._key):
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and hmac.compare_digest(key.encode("latin-1"), self._key):
             return None
         return refusal(
             401,

@@ -316,11 +316,20 @@ def test_what_is_no_http(live):
 def test_the_api_key(loaded):
     with serving(loaded, api_key="s3cret") as keyed:
         url = f"{keyed.url}/v1/models"
-        for header in (None, "Bearer wrong", "Bearer s3cre", "s3cret", "Bearer s3cretx"):
+        for header in (
+            None,
+            "Bearer wrong",
+            "Bearer s3cre",
+            "s3cret",
+            "Bearer s3cretx",
+            "Basic s3cret",
+        ):
             reply = httpx.get(url, headers={"authorization": header} if header else {})
             assert reply.status_code == 401
             assert reply.json()["error"]["code"] == "invalid_api_key"
-        assert httpx.get(url, headers={"authorization": "Bearer s3cret"}).status_code == 200
+        for scheme in ("Bearer", "bearer"):  # RFC 9110: its case says nothing
+            headers = {"authorization": f"{scheme} s3cret"}
+            assert httpx.get(url, headers=headers).status_code == 200
         assert httpx.get(f"{keyed.url}/metrics").status_code == 401
         assert httpx.get(f"{keyed.url}/health").status_code == 200
         assert httpx.get(keyed.url).status_code == 200
