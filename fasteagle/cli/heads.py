@@ -61,16 +61,18 @@ def run_inspect_head(
 def _print_probes(files: HeadFiles, runtime: Runtime, aux_layers: tuple[int, ...] | None) -> None:
     """Print the acceptance for each list of auxiliary layers, and the best list."""
     note("drafting chains of four on four built-in prompts ...")
-    results = []
-    for result in measure_aux_layers(files, runtime.engine, runtime.tokenizer, aux_layers):
-        results.append(result)
-        layers, accepted = result
+    probes: dict[tuple[int, ...], float] = {}
+    for layers, accepted in measure_aux_layers(
+        files, runtime.engine, runtime.tokenizer, aux_layers
+    ):
+        probes[layers] = accepted
         what = f"with layers {listed(layers)}" if layers else "acceptance"
         click.echo(f"  {what}: {accepted:.2f} drafted tokens accepted a pass")
-    best = max(results, key=lambda result: result[1])
-    if best is not results[0]:
-        click.echo(f"  better: --tap-layers {','.join(map(str, best[0]))}")
-    elif len(results) > 1:
+    as_read, *others = probes
+    best = max(probes, key=probes.__getitem__)
+    if best != as_read:
+        click.echo(f"  better: --tap-layers {','.join(map(str, best))}")
+    elif others:
         click.echo("  best as read")
 
 
