@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fasteagle.errors import note, with_progress
+from fasteagle.errors import FasteagleError, note, with_progress
 from fasteagle.generate import Engine
-from fasteagle.loading.tensors import mapped_tensors
+from fasteagle.loading.tensors import mapped_tensors, open_safetensors
 from fasteagle.paths import replacing, require_free_space
 from fasteagle.prompts import Conversation
 from fasteagle.training.parallel import ALONE, Ranks
@@ -127,7 +127,7 @@ def cached_features(
     own = ranks.share(shards)
     notify = note if ranks.is_first else lambda line: None
     for path, group in with_progress(own, len(own), "features of", "shards", notify):
-        if not path.exists():
+        if not _is_whole(path):
             features = [_compute(engine, c, aux_layers) for c in group]
             with replacing(path) as temporary:
                 save_file({"features": torch.cat(features)}, temporary)
@@ -136,6 +136,18 @@ def cached_features(
     for path, group in shards:
         parts += mapped_tensors(path)["features"].split([len(c.ids) for c in group])
     return Features(conversations, len(aux_layers), parts.__getitem__)
+
+
+def _is_whole(shard: Path) -> bool:
+    """Return whether a shard is there; report and remove a damaged one."""
+    if not shard.exists():
+        return False
+    try:
+        open_safetensors(shard)
+    except FasteagleError as error:
+        note(f"features in the cache are damaged and are computed again ({error})")
+        shard.unlink()
+    return shard.exists()
 
 
 def _compute(engine: Engine, conversation: Conversation, aux_layers: tuple[int, ...]) -> Tensor:

@@ -77,7 +77,14 @@ def new_head(target: Transformer, draft_ids: Tensor, options: TrainOptions) -> E
 
 SAVE_SECONDS = 60.0  # most of a run's work that an interruption costs
 
-_STATE = {"head", "optimizer", "step", "history", "identity", "options"}  # of a run
+_STATE = {  # of a run: what is saved, and its type
+    "head": dict,
+    "optimizer": dict,
+    "step": int,
+    "history": list,
+    "identity": str,
+    "options": dict,
+}
 
 
 class Trainer:
@@ -137,8 +144,9 @@ class Trainer:
     def _read_state(self, path: Path) -> dict[str, Any]:
         """Read a checkpoint; raise `FasteagleError` for a file that `save` has not written."""
         remedy = "remove it, or give another --out"
-        state = unpickled(path, fix=remedy)
-        if not isinstance(state, dict) or state.keys() != _STATE:
+        state, kinds = unpickled(path, fix=remedy), _STATE
+        is_ours = isinstance(state, dict) and state.keys() == kinds.keys()
+        if not is_ours or not all(isinstance(state[key], kinds[key]) for key in kinds):
             raise FasteagleError(f"{path} is no state of a training: {remedy}")
         return state
 

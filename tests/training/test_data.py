@@ -53,6 +53,20 @@ def test_features_are_the_targets_and_shards_resume(target, tmp_path, small_shar
     assert needs[-1] == 3 * needs[0]
 
 
+def test_a_damaged_shard_is_made_again(target, tmp_path, small_shards, capsys):
+    text, engine = talk(target, 12), Engine(target, 256)
+    store = cached_features(engine, text, tmp_path / "f")
+    first, *_, last = sorted((tmp_path / "f").iterdir())
+    whole = first.read_bytes()
+    for path, content in ((first, whole[:-9]), (last, b"")):
+        path.unlink()  # the old file stays mapped
+        path.write_bytes(content)
+    again = cached_features(engine, text, tmp_path / "f")
+    assert torch.equal(again.conversation(0)[1], store.conversation(0)[1])
+    assert first.read_bytes() == whole
+    assert capsys.readouterr().err.count("are damaged and are computed again") == 2
+
+
 def test_several_processes_write_a_part_of_the_shards_each(target, tmp_path, small_shards):
     text, folder, barrier = talk(target, 12), tmp_path / "f", threading.Barrier(2, timeout=60)
 
