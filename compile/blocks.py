@@ -32,10 +32,11 @@ from fasteagle.model import (
     KEY_BLOCK,
     Block,
     EagleHead,
+    Layer,
     Ops,
     PromptView,
+    Rows,
     Transformer,
-    Visible,
     attend,
     run_blocks,
 )
@@ -141,22 +142,14 @@ class BlockCompiler:
         return self._applied
 
     def _run_spans(
-        self,
-        blocks: Sequence[Block],
-        layers: Sequence[tuple[Tensor, Tensor]],
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        slots: Tensor,
-        visible: Visible,
+        self, blocks: Sequence[Block], layers: Sequence[Layer], x: Tensor, rows: Rows
     ) -> Tensor:
-        if isinstance(visible, PromptView):  # no code is compiled for it
-            visible = visible.mask(layers[0][0].shape[1])
-        rows = cos, sin, slots, visible
+        if isinstance(rows.visible, PromptView):  # no code is compiled for it
+            rows = rows._replace(visible=rows.visible.mask(layers[0][0].shape[1]))
         begin = 0
         for length in spans(len(blocks)):
             end = begin + length
-            x = self._compiled(blocks[begin:end], layers[begin:end], x, *rows, self._ops)
+            x = self._compiled(blocks[begin:end], layers[begin:end], x, rows, self._ops)
             begin = end
         return x
 
@@ -182,8 +175,8 @@ class BlockCompiler:
             return {}
         block, ops = self._head.block, self._head_ops
 
-        def run(*rows: Any) -> Tensor:
-            x: Tensor = self._forward(block, *rows, ops)
+        def run(*inputs: Any) -> Tensor:
+            x: Tensor = self._forward(block, *inputs, ops)
             return x
 
         return {self._head: run}
@@ -196,7 +189,7 @@ class BlockCompiler:
             for T in (1, 5):
                 for head, run in self._heads.items():
                     block = head.block
-                    inputs = *self._inputs(block, T, S), *self._layer(block, S)
+                    inputs = *self._inputs(block, T, S), self._layer(block, S)
                     compile_part(functools.partial(run, *inputs, self._entry(block, T)))
                 if not self._backend.leaves_blocks:
                     continue
@@ -216,11 +209,11 @@ class BlockCompiler:
     def _warm_up_span(self, length: int, T: int, S: int) -> None:
         blocks = list(self._model.blocks)[:length]
         layers = [self._layer(block, S) for block in blocks]
-        *rows, mask = self._inputs(blocks[0], T, S)
-        seen = [mask, self._view(T)] if self._ops.views else [mask]
+        x, rows = self._inputs(blocks[0], T, S)
+        seen = [rows.visible, self._view(T)] if self._ops.views else [rows.visible]
         for visible in seen:
-            all_rows = *rows, visible, self._ops
-            compile_part(functools.partial(self._compiled, blocks, layers, *all_rows))
+            inputs = x, rows._replace(visible=visible), self._ops
+            compile_part(functools.partial(self._compiled, blocks, layers, *inputs))
 
     def _view(self, T: int) -> TreeView:
         """Return the view of a chain of T rows, for attention that takes no mask."""
@@ -231,7 +224,7 @@ class BlockCompiler:
                 torch._dynamo.mark_dynamic(tensor, dim)
         return view
 
-    def _layer(self, block: Block, S: int) -> tuple[Tensor, Tensor]:
+    def _layer(self, block: Block, S: int) -> Layer:
         """Return empty keys and values of one block; a draft head's are in the weights' dtype."""
         weight, attention = self._model.norm.weight, block.attention
         is_target = self._head is None or block is not self._head.block
@@ -254,19 +247,18 @@ class BlockCompiler:
             torch._dynamo.mark_dynamic(entry, 0)
         return entry
 
-    def _inputs(self, block: Block, T: int, S: int) -> tuple[Tensor, ...]:
-        """Return x, cos, sin, slots and mask of a pass over T rows through `block`."""
+    def _inputs(self, block: Block, T: int, S: int) -> tuple[Tensor, Rows]:
+        """Return x and the rows, under a mask, of a pass over T rows through `block`."""
         device, config = self._model.norm.weight.device, self._model.config
         rope = self._model.rope_cos[:T, :1].expand(T, block.attention.head_dim).unsqueeze(1)
-        rows = torch.arange(T, device=device)
         mask = torch.ones(T, S, dtype=torch.bool, device=device)
         x = rope.new_zeros(T, config.dim)
-        cos, sin = rope.clone(), rope.clone()
+        rows = Rows(rope.clone(), rope.clone(), torch.arange(T, device=device), mask)
         torch._dynamo.mark_dynamic(mask, 1)
         if T > 1:
-            for tensor in (x, cos, sin, rows, mask):
+            for tensor in (x, *rows):
                 torch._dynamo.mark_dynamic(tensor, 0)
-        return x, cos, sin, rows, mask
+        return x, rows
 
 
 def spans(n_blocks: int) -> list[int]:

@@ -6,11 +6,12 @@ Results are those of `model.Block` with activations in 8 bits; see `quant/cpu/bl
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fasteagle.model import MLP, Block, Cast, MoE, RMSNorm
+from fasteagle.model import MLP, Block, Cast, Layer, MoE, RMSNorm, Rows
 from fasteagle.quant.cpu_linear import BLOCK, NativeLinear
 from fasteagle.quant.cpu_tensors import BlockTensors
 from fasteagle.tree import TreeView
@@ -48,41 +49,28 @@ class NativeBlocks:
     def run(
         self,
         blocks: Sequence[Block],
-        layers: Sequence[tuple[Tensor, Tensor]],
+        layers: Sequence[Layer],
         x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        slots: Tensor,
-        visible: Tensor | TreeView,
+        rows: Rows,
         entry: Tensor | None = None,
     ) -> Tensor:
         """Return the residual stream [T, D] after `blocks`, which write into their `layers`."""
+        *places, visible = rows
+        seen: tuple[Any, ...] = (visible, None, None, None, 0)
         if isinstance(visible, TreeView):
             seen = (None, visible.seq_len, visible.paths, visible.depths, visible.window or 0)
-        else:
-            seen = (visible, None, None, None, 0)
         first = self._first[id(blocks[0])]
         tensors = self.tensors[first : first + TENSORS * len(blocks)]
         caches = [cache for layer in layers for cache in layer]
         result: Tensor = torch.ops.fasteagle_cpu.blocks(
-            x, cos, sin, slots, *seen, caches, tensors, self._n_head, self._eps, entry
+            x, *places, *seen, caches, tensors, self._n_head, self._eps, entry
         )
         return result
 
-    def run_alone(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        slots: Tensor,
-        mask: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        entry: Tensor | None = None,
-    ) -> Tensor:
+    def run_alone(self, x: Tensor, rows: Rows, layer: Layer, entry: Tensor | None = None) -> Tensor:
         """Run the single block of a draft head; see `Block.forward`."""
         entry = None if entry is None else entry.float()
-        return self.run(self._blocks, [(k_cache, v_cache)], x, cos, sin, slots, mask, entry)
+        return self.run(self._blocks, [layer], x, rows, entry)
 
 
 def block_tensors(block: Block) -> BlockTensors:

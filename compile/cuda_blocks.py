@@ -16,14 +16,14 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fasteagle.compile.cuda_tensors import BlockWeights, weights_of
 from fasteagle.compile.tree_attention import prompt_attention
-from fasteagle.model import Block, MoE, PromptView, RMSNorm, Visible
+from fasteagle.model import Block, Layer, MoE, PromptView, RMSNorm, Rows
 from fasteagle.quant.cuda_linear import InterleavedLinear
 from fasteagle.quant.interleaved import BLOCK_N
 from fasteagle.tree import TreeView
@@ -44,31 +44,21 @@ LARGEST_FEATURE = 65280.0  # in fp16 and in bf16; the next number of bf16 is inf
 COLUMNS = 64  # a linear's inputs are a multiple of it, and so are the columns of an expert
 
 
-class Rows(NamedTuple):
-    """Rows of a pass, and what they see."""
+def tensors_of(rows: Rows) -> list[Tensor]:
+    """Return the tensors of `rows`, without a window: an operator takes nothing else."""
+    *places, view = rows
+    if isinstance(view, PromptView):
+        return [*places, view.keys]
+    return [*places, view] if isinstance(view, Tensor) else [*places, *view[:3]]
 
-    cos: Tensor  # [T, 1, E]
-    sin: Tensor  # [T, 1, E]
-    slots: Tensor  # [T], slots of the cache
-    view: Visible
 
-    def tensors(self) -> list[Tensor]:
-        """Return the tensors of it, but for a window: an operator takes nothing else."""
-        view = self.view
-        if isinstance(view, PromptView):
-            own = [view.keys]
-        else:
-            own = [view] if isinstance(view, Tensor) else list(view[:3])
-        return [*self[:3], *own]
-
-    @classmethod
-    def of(cls, tensors: Sequence[Tensor], window: int) -> Rows:
-        """Return the rows with these `tensors`; a window of 0 is none."""
-        cos, sin, slots, *own = tensors
-        if len(own) == 3:
-            return cls(cos, sin, slots, TreeView(own[0], own[1], own[2], window or None))
-        is_mask = own[0].dim() == 2
-        return cls(cos, sin, slots, own[0] if is_mask else PromptView(len(slots), own[0]))
+def rows_of(tensors: Sequence[Tensor], window: int) -> Rows:
+    """Return the rows with these `tensors`; a window of 0 is none."""
+    cos, sin, slots, *own = tensors
+    if len(own) == 3:
+        return Rows(cos, sin, slots, TreeView(own[0], own[1], own[2], window or None))
+    is_mask = own[0].dim() == 2
+    return Rows(cos, sin, slots, own[0] if is_mask else PromptView(len(slots), own[0]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,38 +145,23 @@ class FusedBlocks:
         blocks: Sequence[Block],
         layers: Sequence[tuple[Cache, Cache]],
         x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        slots: Tensor,
-        view: Visible,
+        rows: Rows,
         entry: Tensor | None = None,
     ) -> Tensor:
         """Return the residual stream [T, D]; blocks write into `layers`, of one text or several."""
-        first = self._index[id(blocks[0])]
-        rows = Rows(cos, sin, slots, view).tensors()
+        first, view = self._index[id(blocks[0])], rows.visible
         caches = [cache for layer in layers for cache in layer]
         window = (view.window or 0) if isinstance(view, TreeView) else 0
         # The dispatcher, which takes tensors only, costs the host more than a launch.
         traced = torch.compiler.is_compiling() and isinstance(caches[0], Tensor)
         launch = fused_blocks if traced else launch_blocks
-        return launch(x, entry, rows, caches, self.shared.key, first, window)
+        return launch(x, entry, tensors_of(rows), caches, self.shared.key, first, window)
 
-    def run_alone(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        slots: Tensor,
-        visible: Tensor | TreeView,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        entry: Tensor | None = None,
-    ) -> Tensor:
+    def run_alone(self, x: Tensor, rows: Rows, layer: Layer, entry: Tensor | None = None) -> Tensor:
         """Run the single block of a draft head; see `Block.forward`."""
-        rows = cos, sin, slots, visible
         x = x.clamp(-LARGEST_FEATURE, LARGEST_FEATURE)  # no norm bounds it in EAGLE-1/2
         entry = None if entry is None else entry.half()
-        y = self.run(self.shared.blocks, [(k_cache, v_cache)], x, *rows, entry)
+        y = self.run(self.shared.blocks, [layer], x, rows, entry)
         return y.clamp(-LARGEST_FEATURE, LARGEST_FEATURE)
 
 
@@ -236,7 +211,7 @@ def launch_blocks(
     """Launch the kernels of `fused_blocks`, over caches of one sequence or of several."""
     from fasteagle.compile.kernels.block_kernels import add, add_norm  # Triton exists with CUDA
 
-    shared, own, parts = _LIVING[key.data_ptr()], Rows.of(rows, window), None
+    shared, own, parts = _LIVING[key.data_ptr()], rows_of(rows, window), None
     settings, half = shared.settings, torch.float16
     with torch.cuda.device_of(x):
         for i, weights in enumerate(shared.weights[first : first + len(caches) // 2]):
@@ -267,7 +242,7 @@ def _attention(
     from fasteagle.compile.kernels import block_kernels, tree_kernels
     from fasteagle.quant import kernels
 
-    view, half = rows.view, torch.float16
+    view, half = rows.visible, torch.float16
     parts = kernels.partial_sums(normed, weights.qkv, settings.accumulate)
     T, _, E = rows.cos.shape
     new = tree_kernels.Unrotated(

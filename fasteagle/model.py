@@ -50,6 +50,16 @@ class PromptView(NamedTuple):
 
 
 Visible: TypeAlias = Tensor | TreeView | PromptView  # cache slots that each row of a pass sees
+Layer: TypeAlias = tuple[Tensor, Tensor]  # keys and values [G, S, E] of a block
+
+
+class Rows(NamedTuple):
+    """Rows of a pass: their turns by RoPE, the cache slots they go to, and what they see."""
+
+    cos: Tensor  # [T, 1, E]
+    sin: Tensor  # [T, 1, E]
+    slots: Tensor  # [T]
+    visible: Visible
 
 
 class KVCache:
@@ -195,33 +205,16 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(q_heads * self.head_dim, config.norm_eps)
             self.k_norm = RMSNorm(k_heads * self.head_dim, config.norm_eps)
 
-    def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        slots: Tensor,
-        mask: Visible,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        ops: Ops = CORE,
-    ) -> Tensor:
+    def forward(self, x: Tensor, rows: Rows, layer: Layer, ops: Ops = CORE) -> Tensor:
         T, G, E = x.shape[0], self.n_kv_head, self.head_dim
-        q = self.write(x, cos, sin, slots, k_cache, v_cache, ops)
+        q = self.write(x, *rows[:3], layer, ops)
         q = q.view(T, G, self.n_head // G, E).permute(1, 2, 0, 3)
-        y = ops.attend(q.reshape(G, -1, E), k_cache, v_cache, mask)  # [G, group * T, E]
+        y = ops.attend(q.reshape(G, -1, E), *layer, rows.visible)  # [G, group * T, E]
         y = y.view(G, -1, T, E).permute(2, 0, 1, 3)
         return self.out(y.reshape(T, self.n_head * E))
 
     def write(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        slots: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        ops: Ops = CORE,
+        self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, layer: Layer, ops: Ops = CORE
     ) -> Tensor:
         """Write the keys and values of x [T, D] into their slots; return its queries [T, H, E]."""
         T, G, E = x.shape[0], self.n_kv_head, self.head_dim
@@ -232,8 +225,8 @@ class Attention(nn.Module):
         else:
             q, k = ops.norm(self.q_norm, q), ops.norm(self.k_norm, k)
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-        ops.write(k_cache, slots, k.transpose(0, 1))
-        ops.write(v_cache, slots, v.transpose(0, 1))
+        for cache, new in zip(layer, (k, v), strict=True):
+            ops.write(cache, slots, new.transpose(0, 1))
         return q
 
 
@@ -351,35 +344,19 @@ class Block(nn.Module):
             self.mlp = MLP(config.dim, config.ffn_dim)
 
     def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        slots: Tensor,
-        mask: Visible,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        entry: Tensor | None = None,
-        ops: Ops = CORE,
+        self, x: Tensor, rows: Rows, layer: Layer, entry: Tensor | None = None, ops: Ops = CORE
     ) -> Tensor:
         entry = ops.norm(self.attention_norm, x) if entry is None else entry
-        x = x + self.attention(entry, cos, sin, slots, mask, k_cache, v_cache, ops)
+        x = x + self.attention(entry, rows, layer, ops)
         return x + self.mlp(ops.norm(self.mlp_norm, x))
 
 
 def run_blocks(
-    blocks: Sequence[Block],
-    layers: Sequence[tuple[Tensor, Tensor]],
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    slots: Tensor,
-    mask: Visible,
-    ops: Ops = CORE,
+    blocks: Sequence[Block], layers: Sequence[Layer], x: Tensor, rows: Rows, ops: Ops = CORE
 ) -> Tensor:
     """Return the residual stream [T, D] after `blocks`, which write into their cache `layers`."""
-    for block, (k_cache, v_cache) in zip(blocks, layers, strict=True):
-        x = block(x, cos, sin, slots, mask, k_cache, v_cache, None, ops)
+    for block, layer in zip(blocks, layers, strict=True):
+        x = block(x, rows, layer, None, ops)
     return x
 
 
@@ -454,18 +431,15 @@ class Transformer(nn.Module):
         """
         visible = visible if ops.views else as_mask(visible, cache.n_slots)
         cos, sin = self.rope_cos[positions].unsqueeze(1), self.rope_sin[positions].unsqueeze(1)
+        rows = Rows(cos, sin, slots, visible)
         x = self.embedding(tokens).float()
         aux_states: list[Tensor] = []
         blocks = list(self.blocks)
         begin = 0
         for end in (*aux_layers, len(blocks)):
             if begin < end:
-                layers = cache.layers[begin:end]
-                rows = x, cos, sin, slots, visible
-                if ops.run_blocks is None:
-                    x = run_blocks(blocks[begin:end], layers, *rows, ops)
-                else:
-                    x = ops.run_blocks(blocks[begin:end], layers, *rows)
+                span = blocks[begin:end], cache.layers[begin:end], x, rows
+                x = run_blocks(*span, ops) if ops.run_blocks is None else ops.run_blocks(*span)
             aux_states.append(x)
             begin = end
         aux_states.pop()  # the stream after the last block, which nobody reads
@@ -658,7 +632,7 @@ class EagleHead(nn.Module):
         cos, sin = self.rope_cos[positions].unsqueeze(1), self.rope_sin[positions].unsqueeze(1)
         x, entry = self.enter(self.embedding(tokens), features)
         entry = self.block.attention_norm(x) if entry is None else entry
-        self.block.attention.write(entry, cos, sin, slots, *cache.layers[0])
+        self.block.attention.write(entry, cos, sin, slots, cache.layers[0])
 
     def forward(
         self,
@@ -681,7 +655,7 @@ class EagleHead(nn.Module):
         x, entry = self.enter(self.embedding(tokens), features)
         if block is None:  # over the slots of a plane: compiled code has a dynamic number of them
             block, visible = self.block, as_mask(visible, cache.layers[0][0].shape[1])
-        x = block(x, cos, sin, slots, visible, *cache.layers[0], entry)
+        x = block(x, Rows(cos, sin, slots, visible), cache.layers[0], entry)
         x = x if rows is None else x.index_select(0, rows)
         said, features = self.leave(x, features.dtype)
         return self.lm_head(said), features

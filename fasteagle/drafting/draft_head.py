@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fasteagle.drafting.base import Drafter
-from fasteagle.model import EagleHead, KVCache, as_mask
+from fasteagle.model import EagleHead, KVCache, Layer, Rows, as_mask
 from fasteagle.sampling import SamplingMode, SamplingTensors, gumbel_noise
 from fasteagle.state import Committed
 from fasteagle.tree import TreeView
@@ -171,18 +171,9 @@ class HeadDrafter(RankingDrafter):
 def under_mask(block: Callable[..., Tensor], beyond: int = 0) -> Callable[..., Tensor]:
     """Return the block of a draft head, with masks for views of more than `beyond` rows."""
 
-    def run(
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        slots: Tensor,
-        visible: Tensor | TreeView,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        entry: Tensor | None = None,
-    ) -> Tensor:
+    def run(x: Tensor, rows: Rows, layer: Layer, entry: Tensor | None = None) -> Tensor:
         if len(x) > beyond:
-            visible = as_mask(visible, k_cache.shape[1])
-        return block(x, cos, sin, slots, visible, k_cache, v_cache, entry)
+            rows = rows._replace(visible=as_mask(rows.visible, layer[0].shape[1]))
+        return block(x, rows, layer, entry)
 
     return run

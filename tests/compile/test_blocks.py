@@ -14,7 +14,7 @@ from fasteagle.compile.cycles import compile_part
 from fasteagle.decoding.backend import Backend
 from fasteagle.generate import Engine
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
-from fasteagle.model import PromptView, Target, causal_mask
+from fasteagle.model import PromptView, Rows, Target, causal_mask
 from helpers import PROMPT, generated, invoke, random_head, save_tiny
 
 
@@ -81,11 +81,12 @@ def test_long_caches_are_warmed_up_too(no_recompiles, tmp_path):
 
 def test_compiled_blocks_take_a_prompt_under_its_mask(model, monkeypatch):
     compiler, seen = BlockCompiler(Backend(Target(model)), 512), []
-    monkeypatch.setattr(compiler, "_compiled", lambda *span: seen.append(span[6]) or span[2])
+    run = lambda blocks, layers, x, rows, ops: seen.append(rows.visible) or x  # noqa: E731
+    monkeypatch.setattr(compiler, "_compiled", run)
     layers, rows = Target(model).new_cache(512).layers, torch.arange(70)
     mask = causal_mask(0, 70, 256, None, "cpu")
     for visible in (PromptView(70, rows), mask):
-        compiler._run_spans(list(model.blocks), layers, rows, rows, rows, rows, visible)
+        compiler._run_spans(list(model.blocks), layers, rows, Rows(rows, rows, rows, visible))
     assert seen and all(torch.equal(each, mask) for each in seen)
 
 

@@ -30,7 +30,7 @@ from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.lookup import Corpus, Lookup
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
-from fasteagle.model import CORE, KVCache, RMSNorm, Target
+from fasteagle.model import CORE, KVCache, RMSNorm, Rows, Target
 from fasteagle.quant import kernels
 from fasteagle.quant.cuda_linear import InterleavedLinear
 from fasteagle.quant.scheme import Scheme
@@ -230,8 +230,8 @@ def test_a_step_of_a_head_sees_a_tree_without_a_mask(rows, monkeypatch):
     pack_(head.half(), Scheme(4, 64))
     views = []
 
-    def run_alone(self, x, cos, sin, slots, visible, *rest):
-        views.append(visible)
+    def run_alone(self, x, rows, *rest):
+        views.append(rows.visible)
         return x
 
     monkeypatch.setattr(cuda_blocks.FusedBlocks, "run_alone", run_alone)
@@ -253,7 +253,7 @@ def test_the_first_kernel_of_attention_rotates_heads_that_fit_it(E, fused):
         mock.patch.object(tree_kernels, "tree_attention") as attention,
         mock.patch.object(tree_kernels, "rope_attention") as rope_attention,
     ):
-        own = cuda_blocks.Rows(*rows, view)
+        own = Rows(*rows, view)
         cuda_blocks._attention(None, weights, own, None, None, mock.Mock())
     assert rope_attention.called is fused
     assert rope.called is attention.called is not fused
