@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from fasteagle.errors import FasteagleError, reason_of, shown
+from fasteagle.server.guard import CLOSE
 from fasteagle.server.job import CancelledError
 from fasteagle.server.protocol import Body
 
@@ -77,12 +78,11 @@ async def whole_body(request: Request, most: int) -> bytes:
 
     `most` bytes may come; what is left is not read. Raises `CancelledError` if the client leaves.
     """
-    close = {"connection": "close"}
     coding = request.headers.get("content-encoding", "identity")
     if coding != "identity":
         text = f"Content-Encoding {shown(coding)} is not read here: send the body as it is"
-        raise HTTPException(415, text, close)
-    too_large = HTTPException(413, f"the body is larger than {most:,} bytes: see --max-body", close)
+        raise HTTPException(415, text, CLOSE)
+    too_large = HTTPException(413, f"the body is larger than {most:,} bytes: see --max-body", CLOSE)
     length = request.headers.get("content-length", "")
     if length.isdigit() and int(length) > most:
         raise too_large
@@ -95,7 +95,7 @@ async def whole_body(request: Request, most: int) -> bytes:
                     raise too_large
     except TimeoutError:
         text = f"the body did not arrive within {BODY_SECONDS:g} seconds"
-        raise HTTPException(408, text, close) from None
+        raise HTTPException(408, text, CLOSE) from None
     except ClientDisconnect:
         raise CancelledError from None
     return bytes(raw)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.errors import ServerErrorMiddleware
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from fasteagle.errors import LONGEST_SHOWN, EngineError, FasteagleError, cut
-from fasteagle.server.guard import error_body
+from fasteagle.server.guard import error_reply
 from fasteagle.server.job import CancelledError, TimedOutError
 from fasteagle.server.log import GONE, complain
 from fasteagle.server.protocol import ChatRequest
@@ -23,7 +22,6 @@ MISTAKE = "the server has made a mistake; its log says more"
 
 def add_errors(app: FastAPI) -> None:
     """Answer every exception that requests can raise."""
-    answer = partial(_error, kind="invalid_request_error")
 
     @app.exception_handler(RequestValidationError)
     async def wrong(request: Request, error: RequestValidationError) -> Response:
@@ -32,24 +30,22 @@ def add_errors(app: FastAPI) -> None:
         place, problem = max(placed, key=lambda pair: len(pair[0]))
         param = cut(".".join(place), LONGEST_SHOWN) if place else None
         if problem["type"] == "extra_forbidden":
-            return answer(400, f"unknown parameter {param!r}", param=param)
-        if problem["type"] == "json_invalid":
-            return answer(400, f"the body is no JSON: {problem['ctx']['error']}")
+            return error_reply(400, f"unknown parameter {param!r}", param=param)
         text = problem["msg"].removeprefix("Value error, ")
         if problem["type"] == "model_type":  # pydantic's text names a class of this server
             text = "Input should be an object"
-        return answer(400, f"{param}: {text}" if param else text, param=param)
+        return error_reply(400, f"{param}: {text}" if param else text, param=param)
 
     @app.exception_handler(FasteagleError)
     async def refused(request: Request, error: FasteagleError) -> Response:
         text, param = _in_our_words(str(error))
         param = getattr(error, "param", param)
-        return answer(400, text, param=param, code=getattr(error, "code", None))
+        return error_reply(400, text, param=param, code=getattr(error, "code", None))
 
     @app.exception_handler(EngineError)
     async def failed(request: Request, error: EngineError) -> Response:
         complain(request.scope, str(error))
-        return _error(500, str(error), kind="server_error")
+        return error_reply(500, str(error), kind="server_error")
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
@@ -60,18 +56,18 @@ def add_errors(app: FastAPI) -> None:
             method, usable = cut(request.method, LONGEST_SHOWN), (error.headers or {}).get("Allow")
             text = f"{path} is served here, {method} is not: use {usable}"
         code = getattr(error, "code", None)
-        return answer(error.status_code, text, headers=error.headers, code=code)
+        return error_reply(error.status_code, text, headers=error.headers, code=code)
 
     @app.exception_handler(QueueFullError)
     async def full(request: Request, error: QueueFullError) -> Response:
         headers = {"retry-after": str(error.retry_after)}
-        return _error(429, str(error), kind="rate_limit_error", headers=headers)
+        return error_reply(429, str(error), kind="rate_limit_error", headers=headers)
 
     @app.exception_handler(ShuttingDownError)
     @app.exception_handler(TimedOutError)
     async def late(request: Request, error: Exception) -> Response:
         status = 504 if isinstance(error, TimedOutError) else 503
-        return _error(status, str(error), kind="server_error")
+        return error_reply(status, str(error), kind="server_error")
 
     @app.exception_handler(CancelledError)
     async def left(request: Request, error: CancelledError) -> Response:
@@ -79,7 +75,7 @@ def add_errors(app: FastAPI) -> None:
 
     async def broken(request: Request, error: Exception) -> Response:
         complain(request.scope, f"{type(error).__name__}: {error}")
-        return _error(500, MISTAKE, kind="server_error")
+        return error_reply(500, MISTAKE, kind="server_error")
 
     # As a handler it would be outside of the layers that name requests and let pages read replies.
     app.add_middleware(ServerErrorMiddleware, handler=broken)
@@ -108,14 +104,3 @@ def _in_our_words(message: str) -> tuple[str, str | None]:
     param = "max_tokens" if param == "max_new_tokens" else param
     known = param in ChatRequest.model_fields
     return (param + message.removeprefix(word), param) if known else (message, None)
-
-
-def _error(
-    status: int,
-    message: str,
-    kind: str,
-    param: str | None = None,
-    headers: Any = None,
-    code: str | None = None,
-) -> Response:
-    return JSONResponse(error_body(message, kind, param, code), status, headers)

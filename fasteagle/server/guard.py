@@ -11,6 +11,7 @@ import base64
 import hashlib
 import hmac
 import ipaddress
+from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -20,6 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from fasteagle.options import ServeOptions
 
 OPEN_PATHS = ("/", "/health")  # the page asks for the key itself
+CLOSE = {"connection": "close"}  # what is left of the request is not read
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict:
@@ -28,16 +30,16 @@ def error_body(message: str, kind: str, param: str | None = None, code: str | No
     return {"error": {"message": clean, "type": kind, "param": param, "code": code}}
 
 
-def refusal(
+def error_reply(
     status: int,
     message: str,
     kind: str = "invalid_request_error",
+    param: str | None = None,
     code: str | None = None,
-    **headers: str,
+    headers: Mapping[str, str] | None = None,
 ) -> Response:
-    """Return the answer to a request that goes no further: what is left of it is not read."""
-    body = error_body(message, kind, code=code)
-    return JSONResponse(body, status, {"connection": "close", **headers})
+    """Return a reply with an error in the form of OpenAI's API."""
+    return JSONResponse(error_body(message, kind, param, code), status, headers)
 
 
 class Guard:
@@ -61,15 +63,15 @@ class Guard:
         hosts = headers.getlist("host")
         if len(hosts) != 1 or not self._is_ours(hosts[0]):
             shown = ", ".join(hosts)[:100]
-            return refusal(403, f"Host {shown!r} is not this server: see --allow-host")
+            text = f"Host {shown!r} is not this server: see --allow-host"
+            return error_reply(403, text, headers=CLOSE)
         origin = headers.get("origin")
         if origin is None or origin in self._origins:
             return None
         if origin in (f"http://{hosts[0]}", f"https://{hosts[0]}"):
             return None
-        return refusal(
-            403, f"pages of {origin[:100]!r} may not use this server: see --allow-origin"
-        )
+        text = f"pages of {origin[:100]!r} may not use this server: see --allow-origin"
+        return error_reply(403, text, headers=CLOSE)
 
     def _is_ours(self, host: str) -> bool:
         try:
@@ -90,13 +92,10 @@ class Guard:
         scheme, _, key = headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer" and hmac.compare_digest(key.encode("latin-1"), self._key):
             return None
-        return refusal(
-            401,
-            "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'",
-            "authentication_error",
-            "invalid_api_key",
-            **{"www-authenticate": "Bearer"},
-        )
+        text = "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'"
+        more = CLOSE | {"www-authenticate": "Bearer"}
+        kind, code = "authentication_error", "invalid_api_key"
+        return error_reply(401, text, kind, code=code, headers=more)
 
 
 def plain_name(host: str) -> str:
