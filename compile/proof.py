@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fasteagle.decoding.backend import Backend
 from fasteagle.decoding.cycle import EAGER
-from fasteagle.device import cpu_field, device_name
+from fasteagle.device import device_name, proc_field
 from fasteagle.drafting.base import DraftOps
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.thresholds import Thresholds
@@ -354,7 +354,7 @@ def _conditions(backend: Backend) -> dict[str, Any]:
         "sources": _sources(),
         "kernels": _kernels(device),
         "device": device_name(device),
-        "flags": cpu_field("flags", "Features")
+        "flags": proc_field("cpuinfo", "flags", "Features")
         if device.type == "cpu"
         else torch.cuda.get_device_capability(device),
     }

@@ -125,13 +125,13 @@ def device_name(device: torch.device) -> str:
     """Return the manufacturer's name of a device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return cpu_field("model name") or platform.processor() or platform.machine()
+    return proc_field("cpuinfo", "model name") or platform.processor() or platform.machine()
 
 
-def cpu_field(*names: str) -> str | None:
-    """Return the first field of one of these names that the system reports of its CPUs."""
+def proc_field(file: str, *names: str) -> str | None:
+    """Return the first field of one of these names in a file of /proc; None where there is none."""
     with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
+        for line in Path("/proc", file).read_text().splitlines():
             if line.startswith(names):
                 return line.split(":", 1)[1].strip()
     return None
@@ -168,10 +168,5 @@ def available_bytes(device: torch.device | str) -> int | None:
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None
+    free = proc_field("meminfo", "MemAvailable")
+    return None if free is None else 1024 * int(free.split()[0])

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from fasteagle.bench.roofline import device_reported_as
-from fasteagle.device import available_bytes
+from fasteagle.device import available_bytes, proc_field
 from fasteagle.errors import counted
 
 READ_BYTES = 2**28  # far more than a last-level cache holds
@@ -84,10 +84,8 @@ def peak_meter(device: torch.device) -> tuple[Callable[[], None], Callable[[], i
             Path("/proc/self/clear_refs").write_text("5")
 
     def read() -> int:
-        with contextlib.suppress(OSError):
-            for line in Path("/proc/self/status").read_text().splitlines():
-                if line.startswith("VmHWM:"):
-                    return int(line.split()[1]) * 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        peak = proc_field("self/status", "VmHWM")
+        kib = int(peak.split()[0]) if peak else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return 1024 * kib
 
     return reset, read

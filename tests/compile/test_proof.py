@@ -189,7 +189,7 @@ def test_each_condition_of_a_proof_counts(model, monkeypatch, tmp_path):
     model.norm.bfloat16()
     model.embedding.bfloat16()
     note_conditions()
-    monkeypatch.setattr(proof, "cpu_field", lambda *names: "mmx")
+    monkeypatch.setattr(proof, "proc_field", lambda *names: "mmx")
     note_conditions()
     monkeypatch.setattr(proof, "device_name", lambda device: "i386")
     note_conditions()
