@@ -3,7 +3,8 @@
 Each has a reference in plain torch: `base.top_children`, `tree.rerank`, `tree.relations`,
 `Lookup.propose`, `tree.fuse`, `sampling.draw`, `KVCache.commit`.
 
-Each makes the GPU of its tensors current, on which Triton launches its kernels.
+Each makes the GPU of its tensors current, on which Triton launches its kernels. The functions that
+declare them return what their results are like, as torch wants it where code is traced.
 
 Shapes: W rows, V vocabulary, P planes of a cache or candidates of a tree, T tree rows, G KV heads,
 S slots, E head dim.
@@ -11,6 +12,8 @@ S slots, E head dim.
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,28 +30,37 @@ MOST_CANDIDATES = 1024
 MOST_TREE_ROWS = 64
 
 
-@torch.library.custom_op("fasteagle::top_children", mutates_args=(), device_types="cuda")
+def operator(
+    name: str, kernel: str, mutates_args: Sequence[str] = ()
+) -> Callable[[Callable[..., Any]], Any]:
+    """Make an operator by the launcher `kernel`; what is decorated makes its results, unfilled."""
+    module, _, launcher = kernel.partition(".")
+
+    def launch(*arguments: Any) -> Any:
+        kernels = importlib.import_module(f"fasteagle.compile.kernels.{module}")  # with CUDA only
+        with torch.cuda.device_of(arguments[0]):
+            return getattr(kernels, launcher)(*arguments)
+
+    def made(fake: Callable[..., Any]) -> Any:
+        own = {"mutates_args": mutates_args, "device_types": "cuda"}
+        schema = torch.library.infer_schema(fake, mutates_args=mutates_args)
+        op = torch.library.custom_op(f"fasteagle::{name}", launch, schema=schema, **own)
+        op.register_fake(fake)
+        return op
+
+    return made
+
+
+@operator("top_children", "draft_kernels.top_children")
 def top_children(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return draft ids and log-probabilities [W, k] of the best children, from logits [W, V]."""
-    from fasteagle.compile.kernels import draft_kernels  # Triton exists where CUDA does
-
-    with torch.cuda.device_of(logits):
-        return draft_kernels.top_children(logits, k)
-
-
-@top_children.register_fake
-def _(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     size = logits.shape[0], k
     return logits.new_empty(size, dtype=torch.long), logits.new_empty(size, dtype=torch.float32)
 
 
-@torch.library.custom_op("fasteagle::move_rows", mutates_args=("rows",), device_types="cuda")
+@operator("move_rows", "block_kernels.commit", ("rows",))
 def move_cache_rows(rows: Tensor, start: Tensor, path: Tensor) -> None:
     """Move cache rows [P, G, S, E] of a path [n] to `start` onwards; see `block_kernels.commit`."""
-    from fasteagle.compile.kernels import block_kernels
-
-    with torch.cuda.device_of(rows):
-        block_kernels.commit(rows, start, path)
 
 
 def move_rows(cache: KVCache, start: Tensor, path: Tensor) -> None:
@@ -56,19 +68,11 @@ def move_rows(cache: KVCache, start: Tensor, path: Tensor) -> None:
     move_cache_rows(cache.rows, start, path)
 
 
-@torch.library.custom_op("fasteagle::draw", mutates_args=(), device_types="cuda")
+@operator("draw", "draw_kernels.draw")
 def draw_tokens(
     logits: Tensor, positions: Tensor, seed: Tensor, temperature: Tensor, noisy: bool, scaled: bool
 ) -> Tensor:
     """Sample a token for each row of logits [T, V]; see `draw_kernels.draw`."""
-    from fasteagle.compile.kernels import draw_kernels
-
-    with torch.cuda.device_of(logits):
-        return draw_kernels.draw(logits, positions, seed, temperature, noisy, scaled)
-
-
-@draw_tokens.register_fake
-def _(logits: Tensor, positions: Tensor, *rest: Any) -> Tensor:
     return positions.new_empty(len(logits))
 
 
@@ -90,7 +94,7 @@ def draw(
     return draw_tokens(logits, rows, seed, temperature, noisy, noisy and alone)
 
 
-@torch.library.custom_op("fasteagle::rerank", mutates_args=(), device_types="cuda")
+@operator("rerank", "order_kernels.rerank")
 def rerank_pool(
     tokens: Tensor,
     scores: Tensor,
@@ -100,21 +104,6 @@ def rerank_pool(
     n_nodes: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Select the tree of the best candidates; see `order_kernels.rerank`."""
-    from fasteagle.compile.kernels import order_kernels
-
-    with torch.cuda.device_of(tokens):
-        return order_kernels.rerank(tokens, scores, parents, sources, root, n_nodes)
-
-
-@rerank_pool.register_fake
-def _(
-    tokens: Tensor,
-    scores: Tensor,
-    parents: Tensor,
-    sources: Tensor | None,
-    root: Tensor,
-    n_nodes: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     T = min(n_nodes, len(tokens)) + 1
     rows = tokens.new_empty(T), tokens.new_empty(T), tokens.new_empty(T, dtype=torch.bool)
     return *rows, tokens.new_empty(0 if sources is None else T)
@@ -130,23 +119,11 @@ def rerank(pool: Pool, root: Tensor, n_nodes: int) -> DraftTree:
     return DraftTree(tokens, parents, valid, sources=None if pool.sources is None else sources)
 
 
-@torch.library.custom_op(
-    "fasteagle::look_up", mutates_args=("table", "recent"), device_types="cuda"
-)
+@operator("look_up", "lookup_kernels.look_up", ("table", "recent"))
 def look_up_text(
     text: Tensor, last: Tensor, table: Tensor, recent: Tensor, reach: int
 ) -> tuple[Tensor, Tensor]:
     """Learn from the last proposal and make the next; see `lookup_kernels.look_up`."""
-    from fasteagle.compile.kernels import lookup_kernels
-
-    with torch.cuda.device_of(text):
-        return lookup_kernels.look_up(text, last, table, recent, reach)
-
-
-@look_up_text.register_fake
-def _(
-    text: Tensor, last: Tensor, table: Tensor, recent: Tensor, reach: int
-) -> tuple[Tensor, Tensor]:
     return text.new_empty(reach), table.new_empty(reach)
 
 
@@ -157,7 +134,7 @@ def look_up(lookup: Lookup, text: Tensor, last: Tensor, reach: int) -> tuple[Ten
     return look_up_text(text, last, lookup.table, lookup.last, reach)
 
 
-@torch.library.custom_op("fasteagle::fuse", mutates_args=(), device_types="cuda")
+@operator("fuse", "lookup_kernels.fuse")
 def fuse_pool(
     tokens: Tensor,
     scores: Tensor,
@@ -168,16 +145,6 @@ def fuse_pool(
     n_levels: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Merge a draft head's candidates and a looked-up chain; see `lookup_kernels.fuse`."""
-    from fasteagle.compile.kernels import lookup_kernels
-
-    with torch.cuda.device_of(tokens):
-        return lookup_kernels.fuse(tokens, scores, parents, looked_up, logp, k, n_levels)
-
-
-@fuse_pool.register_fake
-def _(
-    tokens: Tensor, scores: Tensor, parents: Tensor, looked_up: Tensor, logp: Tensor, *rest: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     P = len(tokens) + len(looked_up)
     return tokens.new_empty(P), logp.new_empty(P), tokens.new_empty(P), tokens.new_empty(P)
 
@@ -191,17 +158,9 @@ def fuse(pool: Pool, k: int, n_levels: int, tokens: Tensor, logp: Tensor) -> Poo
     return Pool(*both)
 
 
-@torch.library.custom_op("fasteagle::relations", mutates_args=(), device_types="cuda")
+@operator("relations", "order_kernels.relations")
 def relate_rows(parents: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the mask, depths and paths of a tree; see `order_kernels.relations`."""
-    from fasteagle.compile.kernels import order_kernels
-
-    with torch.cuda.device_of(parents):
-        return order_kernels.relations(parents, valid)
-
-
-@relate_rows.register_fake
-def _(parents: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     T = len(parents)
     mask = parents.new_empty(T, T, dtype=torch.bool)
     return mask, torch.empty_like(parents), mask.new_empty(T, T, dtype=torch.int32)
