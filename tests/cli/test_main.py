@@ -139,21 +139,6 @@ def test_seed_is_drawn_and_printed_and_repeats(tiny_dir):
     assert "seed" not in invoke("chat", "--model", tiny_dir, "-p", "x").stderr
 
 
-@pytest.mark.parametrize(
-    ("flag", "value", "precision"),
-    [
-        ("--lm-head", "int4", "int4-lm4"),
-        ("--lm-head", "keep", "int4-lm16"),
-        ("--cpu-kernels", "auto", "int4"),
-        ("--cpu-kernels", "aten", "int4-aten"),
-        ("--quant-backend", "torchao", "int4-torchao"),
-    ],
-)
-def test_a_flag_that_is_gone_names_the_precision_instead(flag, value, precision):
-    done = invoke("chat", flag, value)
-    assert done.stderr == f"Error: {flag} is gone: use --precision {precision}\n"
-
-
 def test_quantize_sets_threads_and_says_the_size_of_what_it_wrote(tiny_dir, tmp_path, monkeypatch):
     threads = []
 

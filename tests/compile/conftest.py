@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from helpers import tiny_config
+from native_models import SHAPE, native_target
+
 MOST_REACHABLE = 40  # tensors of the sequences in one pass
 
 
@@ -54,6 +57,12 @@ def cpu_kernels() -> None:
     from fasteagle.quant import cpu_build
 
     cpu_build.load()
+
+
+@pytest.fixture(scope="module")
+def target():
+    """A target for our C++ kernels, that no test writes into."""
+    return native_target(tiny_config(**SHAPE))
 
 
 @pytest.fixture

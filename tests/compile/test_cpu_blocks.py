@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fasteagle.compile.backend import choose_backend
-from fasteagle.compile.cpu_backend import runs_on_cpu
+from fasteagle.compile.cpu_backend import CpuBackend, runs_on_cpu
 from fasteagle.compile.cpu_blocks import block_tensors
 from fasteagle.config import MoEConfig
 from fasteagle.drafting.eagle import EagleDrafter
@@ -123,37 +123,35 @@ def test_rows_of_several_texts_have_the_bits_they_have_alone(name):
     assert torch.equal(target(tokens, positions, slots, mask, together).logits, torch.stack(alone))
 
 
-def test_what_nobody_has_written_is_not_read():
-    config = tiny_config(**SHAPE)
-    target = native_backend(config).target
+@pytest.fixture
+def target(target):
+    """As its kernels run it."""
+    return CpuBackend(target).target
+
+
+def test_what_nobody_has_written_is_not_read(target):
     tokens = torch.arange(9)
-    clean, dirty = (KVCache(config, 256, torch.float32, "cpu") for _ in range(2))
+    clean, dirty = (KVCache(target.config, 256, torch.float32, "cpu") for _ in range(2))
     dirty.rows.fill_(float("nan"))
     assert torch.equal(run_chain(target, tokens, clean), run_chain(target, tokens, dirty))
 
 
-def test_one_thread_or_two_give_the_same_bits():
-    config = tiny_config(**SHAPE)
-    target = native_backend(config).target
+def test_one_thread_or_two_give_the_same_bits(target):
     tokens, results = torch.arange(40), []
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        results.append(run_chain(target, tokens, KVCache(config, 256, torch.float32, "cpu")))
+        results.append(run_chain(target, tokens, KVCache(target.config, 256, torch.float32, "cpu")))
     assert torch.equal(*results)
 
 
-def test_wrong_slots_are_refused():
-    config = tiny_config(**SHAPE)
-    target = native_backend(config).target
-    cache = KVCache(config, 256, torch.float32, "cpu")
+def test_wrong_slots_are_refused(target):
+    cache = KVCache(target.config, 256, torch.float32, "cpu")
     rows, mask = torch.arange(2), torch.ones(2, 256).bool()
     with pytest.raises(RuntimeError, match="slot 256 of 256"):
         target(torch.arange(2), rows, rows + 255, mask, cache)
 
 
-def test_what_does_not_fit_the_blocks_is_refused():
-    config = tiny_config(**SHAPE)
-    target = native_backend(config).target
+def test_what_does_not_fit_the_blocks_is_refused(target):
     tensors = [tensor for block in target.model.blocks for tensor in block_tensors(block)]
     caches = [torch.zeros(2, 64, 16) for _ in range(2 * len(target.model.blocks))]
     T = 2

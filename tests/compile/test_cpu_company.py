@@ -12,7 +12,7 @@ from fasteagle.compile import cpu_cycles
 from fasteagle.compile.cpu_cycles import MOST_CYCLES, NativeCycles
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.shapes import TreeShape
-from helpers import Even, tiny_config
+from helpers import Even
 from native_cycles import (
     DRAFTERS,
     PARAMS,
@@ -23,15 +23,8 @@ from native_cycles import (
     head_of,
     one_by_one,
 )
-from native_models import SHAPE, native_target
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels", "any_time")
-
-
-@pytest.fixture(scope="module")
-def target():
-    """A target that no test writes into."""
-    return native_target(tiny_config(**SHAPE, vocab_size=60))
 
 
 def in_company(batch: Batch, starts, joins=()) -> dict[int, list[int]]:

@@ -11,9 +11,7 @@ import torch
 
 from fasteagle.compile.cpu_backend import CpuBackend
 from fasteagle.compile.cpu_pass import NativeFinish
-from fasteagle.decoding.backend import Backend
 from fasteagle.decoding.cycle import EAGER
-from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.generate import Engine
 from fasteagle.model import Output
 from fasteagle.options import SamplingParams
@@ -22,18 +20,11 @@ from fasteagle.sampling import BAD_ROW, SamplingMode, draw
 from fasteagle.shapes import AnyShape, FusedShape, TreeShape
 from fasteagle.state import CycleSpec
 from fasteagle.tree import HEAD, LOOKUP, DraftTree, Proposal
-from helpers import generated, tiny_config
-from native_models import SHAPE, native_target, random_tree, state_of
+from native_models import random_tree, state_of
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 finish = NativeFinish()
-
-
-@pytest.fixture(scope="module")
-def target():
-    """A target that no test writes into."""
-    return native_target(tiny_config(**SHAPE))
 
 
 def test_what_does_not_fit_the_end_of_a_cycle_is_refused(target):
@@ -236,21 +227,6 @@ def test_a_cache_and_a_state_end_with_their_sequence(target):
     del engine
     gc.collect()
     assert state() is None
-
-
-def test_what_the_kernels_do_not_do_is_done_by_the_cycle(target):
-    params = SamplingParams(0.8, top_p=0.9, seed=3)
-    penalty = SamplingParams(0.8, repetition_penalty=1.2)
-    for drawn in (SamplingParams(), params, SamplingParams(repetition_penalty=1.2), penalty):
-        texts = []
-        for native in (False, True):
-            backend = CpuBackend(target)
-            if not native:
-                backend = Backend(backend.target)
-            engine = Engine(target, 200, drafter=NgramDrafter(4), backend=backend)
-            text = generated(engine, 60, [1, 2, 3, 1, 2], drawn)
-            texts.append((text, engine.stats.path_lengths, engine.stats.drafted))
-        assert texts[0] == texts[1]
 
 
 def test_logits_in_another_type_are_the_cores(target):

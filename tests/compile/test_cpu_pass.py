@@ -31,12 +31,6 @@ from native_models import CONFIGS, SHAPE, native_backend, native_target, random_
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 
-@pytest.fixture(scope="module")
-def target():
-    """A target that no test writes into."""
-    return native_target(tiny_config(**SHAPE))
-
-
 # Each model with two numbers of rows T after a text, one of them in bf16.
 PASSES = [(1, 140), (2, 1), (9, 70), (32, 140)]
 PASSES = [

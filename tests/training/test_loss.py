@@ -19,9 +19,8 @@ from fasteagle.training.held_out import draft_rows, evaluate
 from fasteagle.training.loss import TokenLoss, batches, head_loss, make_batch, token_losses, unroll
 from fasteagle.training.options import LOSSES
 from fasteagle.training.parallel import Ranks
-from fasteagle.training.train import new_head
 from helpers import eagle3_of, pairs, random_head
-from training_cases import OPTIONS
+from training_cases import OPTIONS, new_head_ready
 
 CPU = torch.device("cpu")
 
@@ -189,8 +188,7 @@ def test_the_loss_is_the_weighted_sum_of_its_two_terms(target, store, ce_weight,
     options = dataclasses.replace(
         OPTIONS, noise=0.0, ce_weight=ce_weight, feature_weight=feature_weight
     )
-    head = new_head(target, torch.arange(40), options)
-    head.borrow(target, 256)
+    head = new_head_ready(target, options)
     rows, batch = target.head_rows(torch.arange(30)), make_batch(store, [3, 4], CPU)
     loss = head_loss(head, rows, batch, options, 0)
     embeds = head.embedding.weight[batch.tokens]
@@ -206,8 +204,7 @@ def test_the_loss_is_the_weighted_sum_of_its_two_terms(target, store, ce_weight,
 
 def test_steps_ahead_weigh_less_and_parts_of_a_batch_add_up(target, store):
     options = dataclasses.replace(OPTIONS, noise=0.0, self_fed_steps=3, self_fed_decay=0.5)
-    head = new_head(target, torch.arange(40), options)
-    head.borrow(target, 256)
+    head = new_head_ready(target, options)
     rows, batch = target.head_rows(torch.arange(30)), make_batch(store, [3, 4], CPU)
     # The last step has no row that counts, the one before those of one conversation alone.
     batch.last = batch.first + torch.tensor([2, 3])
@@ -238,8 +235,7 @@ def test_a_step_waits_for_no_card(target, store):
     card = torch.device("meta")
     options = dataclasses.replace(OPTIONS, noise=0.0, self_fed_steps=2)
     target = copy.deepcopy(target).to(card)
-    head = new_head(target, torch.arange(40), options)
-    head.borrow(target, 256)
+    head = new_head_ready(target, options)
     loss = head_loss(
         head, target.head_rows(torch.arange(30)), make_batch(store, [3, 4], card), options, 0
     )
@@ -258,8 +254,7 @@ def test_noise_is_uniform_to_both_sides_and_reaches_the_loss(target, store):
     first, second = (batch.noisy(options, 7) - batch.features.float())[:2, :4]
     assert not torch.allclose(first, second, atol=0.01), "of each conversation its own"
     assert abs(noise.mean()) < 0.06 and noise.std().item() == pytest.approx(1 / 3**0.5, abs=0.03)
-    head = new_head(target, torch.arange(40), options)
-    head.borrow(target, 256)
+    head = new_head_ready(target, options)
     lm_rows, none = target.head_rows(torch.arange(30)), dataclasses.replace(options, noise=0.0)
     losses = [head_loss(head, lm_rows, batch, o, s) for o, s in ((options, 7), (options, 8))]
     losses.append(head_loss(head, lm_rows, batch, none, 7))

@@ -17,9 +17,9 @@ from fasteagle.training.data import cached_features, live_features
 from fasteagle.training.held_out import HeldOut, evaluate
 from fasteagle.training.loss import unroll
 from fasteagle.training.options import TrainOptions
-from fasteagle.training.train import Trainer, head_header, new_head
+from fasteagle.training.train import Trainer, head_header
 from helpers import eagle3_of, random_head
-from training_cases import OPTIONS, OPTIONS_3
+from training_cases import OPTIONS, OPTIONS_3, new_head_ready
 
 
 def test_held_out_conversations_are_not_trained_on(trainer, store, monkeypatch):
@@ -132,12 +132,6 @@ def test_a_header_names_the_algorithm(target, algorithm):
     model = SimpleNamespace(name="tiny", checkpoint=SimpleNamespace(scheme=None))
     header = head_header(head, model, "1", 9, HeldOut((0.5,), 1.5, 1).as_dict())
     assert header["algorithm"] == algorithm and header["scheme"] is header["group_size"] is None
-
-
-def new_head_ready(target, options):
-    head = new_head(target, torch.arange(40), options)
-    head.borrow(target, 256)
-    return head
 
 
 @pytest.mark.parametrize("self_fed", [0, 2])
