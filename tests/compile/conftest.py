@@ -60,7 +60,7 @@ def cpu_kernels() -> None:
 
 
 @pytest.fixture(scope="module")
-def target():
+def native():
     """A target for our C++ kernels, that no test writes into."""
     return native_target(tiny_config(**SHAPE))
 

@@ -124,9 +124,9 @@ def test_rows_of_several_texts_have_the_bits_they_have_alone(name):
 
 
 @pytest.fixture
-def target(target):
+def target(native):
     """As its kernels run it."""
-    return CpuBackend(target).target
+    return CpuBackend(native).target
 
 
 def test_what_nobody_has_written_is_not_read(target):

@@ -50,7 +50,7 @@ JOINT = [(name, PARAMS[(2 * i + j) % 5]) for i, name in enumerate(DRAFTERS) for 
 
 
 @pytest.mark.parametrize(("name", "params"), JOINT, ids=str)
-def test_texts_that_share_passes_share_calls(target, name, params, calls, monkeypatch):
+def test_texts_that_share_passes_share_calls(native, name, params, calls, monkeypatch):
     """Texts, drafts and caches are those of one pass a call, bit for bit."""
     prompts = [[1, 2, 3], [4, 5, 6, 7, 4, 5], [9, 8], [11, 30, 31, 32]]
     kinds = [params, PARAMS[0], params, PARAMS[1]]
@@ -62,7 +62,7 @@ def test_texts_that_share_passes_share_calls(target, name, params, calls, monkey
         if apart:
             one_by_one(monkeypatch)
         calls.clear()
-        batch = Batch(engine_of(target, drafter_of(target, name)), 4)
+        batch = Batch(engine_of(native, drafter_of(native, name)), 4)
         texts = in_company(batch, starts)
         assert apart or max(calls) == MOST_CYCLES
         for i, own in enumerate(batch.engines):
@@ -76,16 +76,16 @@ def test_texts_that_share_passes_share_calls(target, name, params, calls, monkey
     for one, two in zip(records[:half], records[half:], strict=True):
         assert one[:3] == two[:3] and all(map(torch.equal, one[3], two[3]))
     alone = [
-        flat(chunks_of(engine_of(target), kinds[i], 60 + 5 * i, prompt=prompts[i]))
+        flat(chunks_of(engine_of(native), kinds[i], 60 + 5 * i, prompt=prompts[i]))
         for i in range(4)
     ]
     assert [record[0] for record in records[:half]] == alone
 
 
-def test_a_text_that_ends_ends_a_call_for_all(target, calls):
+def test_a_text_that_ends_ends_a_call_for_all(native, calls):
     """By a token, by its length, by what only the host knows; the others go on."""
     prompts = [[1, 2, 3], [4, 5, 6], [9, 8], [7, 7]]
-    expected = [flat(chunks_of(engine_of(target), prompt=prompt)) for prompt in prompts]
+    expected = [flat(chunks_of(engine_of(native), prompt=prompt)) for prompt in prompts]
     last = next(i for i in range(20, 90) if expected[1][i] not in expected[1][:i])
     count = iter(range(200))
     starts = [
@@ -94,21 +94,21 @@ def test_a_text_that_ends_ends_a_call_for_all(target, calls):
         writing(prompts[2], is_last=lambda token: next(count) == 40),
         writing(prompts[3]),
     ]
-    batch = Batch(engine_of(target), 2)
+    batch = Batch(engine_of(native), 2)
     in_company(batch, [writing(prompts[3]), starts[1]])
     ended = batch.engines[1]
     assert int(ended.state.seq_len) == len(ended.cached), "no cycle is run after the end"
-    texts = in_company(Batch(engine_of(target, drafter_of(target, "fused eagle3")), 4), starts)
+    texts = in_company(Batch(engine_of(native, drafter_of(native, "fused eagle3")), 4), starts)
     ends = 33, last + 1, 41, 90
     assert [*texts.values()] == [text[:n] for text, n in zip(expected, ends, strict=True)]
     assert max(calls) == MOST_CYCLES
 
 
-def test_texts_that_are_not_alike_share_single_passes(target, calls):
+def test_texts_that_are_not_alike_share_single_passes(native, calls):
     """A grammar is asked before each token; a text without drafts has other cycles."""
     prompts = [[1, 2, 3], [4, 5, 6], [9, 8]]
-    even = flat(chunks_of(engine_of(target), prompt=prompts[1], processor=Even()))
-    expected = [flat(chunks_of(engine_of(target), prompt=prompt)) for prompt in prompts]
+    even = flat(chunks_of(engine_of(native), prompt=prompts[1], processor=Even()))
+    expected = [flat(chunks_of(engine_of(native), prompt=prompt)) for prompt in prompts]
     expected[1] = even[:30]
     starts = [
         writing(prompts[0]),
@@ -116,27 +116,27 @@ def test_texts_that_are_not_alike_share_single_passes(target, calls):
         writing(prompts[2], n=50, speculate=False),
     ]
     expected[2] = expected[2][:50]
-    batch = Batch(engine_of(target, drafter_of(target, "fused eagle3")), 3)
+    batch = Batch(engine_of(native, drafter_of(native, "fused eagle3")), 3)
     texts = in_company(batch, starts)
     assert [*texts.values()] == expected and max(calls) == MOST_CYCLES, "the last one is alone"
     assert [bool(own.stats.drafted) for own in batch.engines] == [True, True, False]
 
 
-def test_cycles_that_no_call_runs_share_passes(target, calls):
+def test_cycles_that_no_call_runs_share_passes(native, calls):
     """Trees; the last text goes on alone."""
     prompts = [[1, 2, 3], [4, 5, 6], [9, 8]]
-    expected = [flat(chunks_of(engine_of(target), prompt=prompt)) for prompt in prompts]
+    expected = [flat(chunks_of(engine_of(native), prompt=prompt)) for prompt in prompts]
     calls.clear()
-    tree = EagleDrafter(head_of(target, "eagle1"), TreeShape(2, 2, 4), 512)
-    engine = engine_of(target, tree)
+    tree = EagleDrafter(head_of(native, "eagle1"), TreeShape(2, 2, 4), 512)
+    engine = engine_of(native, tree)
     starts = [writing(prompts[i], n=(90, 20, 40)[i]) for i in range(3)]
     texts = in_company(Batch(engine, 3), starts, joins=(2,))
     assert [*texts.values()] == [expected[0], expected[1][:20], expected[2][:40]] and not calls
 
 
-def test_a_text_that_is_joined_shares_the_next_pass(target):
+def test_a_text_that_is_joined_shares_the_next_pass(native):
     """Cycles that it had launched alone wait for the other text's."""
-    several, passes = Batch(engine_of(target), 2), []
+    several, passes = Batch(engine_of(native), 2), []
     run = cpu_cycles.run_queued
 
     def counted(runners):
@@ -157,9 +157,9 @@ def test_a_text_that_is_joined_shares_the_next_pass(target):
     assert [n for n, _ in passes] == [2, 2]
 
 
-def test_a_text_whose_passes_are_single_ones_launches_no_cycles_ahead(target):
+def test_a_text_whose_passes_are_single_ones_launches_no_cycles_ahead(native):
     """It had done so alone; what is launched late is chosen by all that was learned."""
-    several = Batch(engine_of(target), 2)
+    several = Batch(engine_of(native), 2)
     several.begin(0, [1], 100, writing([1, 2, 3]))
     runner = several.engines[0].runner
     while runner.at_once < MOST_CYCLES:
@@ -170,8 +170,8 @@ def test_a_text_whose_passes_are_single_ones_launches_no_cycles_ahead(target):
     assert len(several.running) == 2 and len(runner.queued) == 1
 
 
-def test_a_call_that_fails_ends_all_its_texts(target, monkeypatch):
-    batch = Batch(engine_of(target), 2)
+def test_a_call_that_fails_ends_all_its_texts(native, monkeypatch):
+    batch = Batch(engine_of(native), 2)
     for key in range(2):
         batch.begin(key, [1], 100, writing([1 + key, 2, 3]))
     batch.step()

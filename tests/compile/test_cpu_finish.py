@@ -27,8 +27,8 @@ pytestmark = pytest.mark.usefixtures("cpu_kernels")
 finish = NativeFinish()
 
 
-def test_what_does_not_fit_the_end_of_a_cycle_is_refused(target):
-    state, T = state_of(target, 5), 4
+def test_what_does_not_fit_the_end_of_a_cycle_is_refused(native):
+    state, T = state_of(native, 5), 4
     arguments = {"logits": torch.zeros(T, 60), "read": torch.zeros(T, 64)}
     tree = Tree(torch.zeros(T).long(), torch.zeros(T).long(), torch.ones(T).bool())
     own = dict(seq_len=state.seq_len, root=state.root, count=state.count, rows=state.cache.rows)
@@ -102,7 +102,7 @@ ENDS = [(*end, *READ[i % 3]) for i, end in enumerate(ENDS)]
 
 
 @pytest.mark.parametrize(("case", "params", "wrong", "width", "aux_layers"), ENDS, ids=str)
-def test_the_end_of_a_cycle_leaves_the_same_state(target, case, params, wrong, width, aux_layers):
+def test_the_end_of_a_cycle_leaves_the_same_state(native, case, params, wrong, width, aux_layers):
     shape, rows, chain = case
     generator = torch.Generator().manual_seed(rows)
     counts = set()
@@ -116,8 +116,8 @@ def test_the_end_of_a_cycle_leaves_the_same_state(target, case, params, wrong, w
             tree = tree._replace(sources=sources)
         spec = CycleSpec(shape, width, SamplingMode.of(params, 60))
         proposal = Proposal.of(tree, attempt % 2 == 1)  # whether the pending pairs were read
-        states = [state_of(target, 40 + attempt, aux_layers=aux_layers) for _ in range(2)]
-        output = output_for(tree, target, generator, states[0], wrong)
+        states = [state_of(native, 40 + attempt, aux_layers=aux_layers) for _ in range(2)]
+        output = output_for(tree, native, generator, states[0], wrong)
         for state, end in zip(states, (finish, EAGER.finish), strict=True):
             state.count.fill_(3)
             state.features.fill_(0.5)
@@ -138,21 +138,21 @@ def test_the_end_of_a_cycle_leaves_the_same_state(target, case, params, wrong, w
         assert len(counts) > 1
 
 
-def test_tensors_of_a_state_may_be_replaced_between_two_cycles(target):
+def test_tensors_of_a_state_may_be_replaced_between_two_cycles(native):
     """The cache grows with the text, and another drafter reads other features."""
     generator = torch.Generator().manual_seed(0)
     shape, rows, _ = CASES[2]
     spec = CycleSpec(shape, 9, SamplingMode())
-    states = [state_of(target, 40) for _ in range(2)]
+    states = [state_of(native, 40) for _ in range(2)]
     for layers in ((), (0, 2)):
         for state in states:
-            state.read_aux_layers(layers, target.config.dim)
+            state.read_aux_layers(layers, native.config.dim)
             state.cache.resize(state.cache.n_slots + 256)
         for _ in range(6):
             tree = random_tree(rows, 60, generator, False)
             if int(Proposal.of(tree).depths.max()) > shape.depth:
                 continue
-            output = output_for(tree, target, generator, states[0], "")
+            output = output_for(tree, native, generator, states[0], "")
             states[1].cache.rows.copy_(states[0].cache.rows)  # rows past the text may differ
             for state, end in zip(states, (finish, EAGER.finish), strict=True):
                 state.count.zero_()
@@ -173,7 +173,7 @@ EDGES += [SamplingParams(100.0, top_k=1500), SamplingParams(2.0, min_p=0.1)]
 # Spreads of the logits: from nearly all tokens to one.
 @pytest.mark.parametrize(("V", "spread"), [(61, 0.05), (5003, 3.0), (5003, 20.0)])
 @pytest.mark.parametrize("params", [*DRAWN[1:], *EDGES], ids=str)
-def test_drawn_tokens_are_those_of_sampling(target, V, spread, params):
+def test_drawn_tokens_are_those_of_sampling(native, V, spread, params):
     """For ties and tokens that a grammar forbids, too, and with any number of threads."""
     spec = CycleSpec(None, 0, SamplingMode.of(params, V))
     generator = torch.Generator().manual_seed(V)
@@ -184,7 +184,7 @@ def test_drawn_tokens_are_those_of_sampling(target, V, spread, params):
             logits = (2 * logits).round() / 2  # ties
         elif attempt % 3 == 2:
             logits[0, torch.rand(V, generator=generator) < 0.9] = float("-inf")
-        state = state_of(target, 7 + attempt)
+        state = state_of(native, 7 + attempt)
         state.sampling.load(dataclasses.replace(params, seed=attempt))
         position = state.seq_len + 1 + torch.zeros(1, dtype=torch.long)
         seen = torch.zeros(1, V, dtype=torch.bool)
@@ -205,20 +205,20 @@ def test_drawn_tokens_are_those_of_sampling(target, V, spread, params):
 
 @pytest.mark.parametrize("params", DRAWN[1:5], ids=str)
 @pytest.mark.parametrize("largest", [3e38, -3e38])
-def test_scores_beyond_fp32_are_no_token(target, params, largest):
+def test_scores_beyond_fp32_are_no_token(native, params, largest):
     """A temperature below one makes infinities of finite logits."""
     params = dataclasses.replace(params, temperature=0.7)
-    spec, state = CycleSpec(None, 0, SamplingMode.of(params, 60)), state_of(target, 5)
+    spec, state = CycleSpec(None, 0, SamplingMode.of(params, 60)), state_of(native, 5)
     state.sampling.load(params)
     logits = torch.full((1, 60), largest)
     finish(state, spec, Proposal.of(state.root_alone()), Output(logits, logits[:, :1]))
     assert int(state.result[0]) == BAD_ROW
 
 
-def test_a_cache_and_a_state_end_with_their_sequence(target):
+def test_a_cache_and_a_state_end_with_their_sequence(native):
     """What siblings share keeps neither, and room that is given back is free at once."""
-    backend = CpuBackend(target)
-    engine = Engine(target, 400, backend=backend)
+    backend = CpuBackend(native)
+    engine = Engine(native, 400, backend=backend)
     list(engine.generate([1, 2, 3], SamplingParams(), 300))
     state, rows = weakref.ref(engine.state), weakref.ref(engine.state.cache.rows)
     engine.give_back()
@@ -229,13 +229,13 @@ def test_a_cache_and_a_state_end_with_their_sequence(target):
     assert state() is None
 
 
-def test_logits_in_another_type_are_the_cores(target):
+def test_logits_in_another_type_are_the_cores(native):
     """Such as those of an LM head in bf16."""
     proposal = Proposal.of(random_tree(4, 60, torch.Generator().manual_seed(0)))
     logits = torch.randn(4, 60, generator=torch.Generator().manual_seed(1)).bfloat16()
     spec, results = CycleSpec(TreeShape(3, 2, 3), 0, SamplingMode()), []
     for finish in (NativeFinish(), EAGER.finish):
-        state = state_of(target, 20)
+        state = state_of(native, 20)
         finish(state, spec, proposal, Output(logits, logits[:, :1]))
         results.append(state.result.tolist())
     assert results[0] == results[1] and results[0][0] >= 0

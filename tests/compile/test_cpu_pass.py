@@ -84,22 +84,22 @@ def test_a_pass_of_several_sequences_has_the_bits_of_their_own(name):
             assert torch.equal(rows, alone[i].cache.rows)
 
 
-def test_sequences_that_do_not_fit_one_pass_are_refused(target):
-    native = CpuBackend(target).pieces.verify._target
+def test_sequences_that_do_not_fit_one_pass_are_refused(native):
+    own = CpuBackend(native).pieces.verify._target
     trees = [random_tree(17, 60, torch.Generator().manual_seed(i)) for i in range(2)]
-    states = [state_of(target, 5) for _ in trees]
+    states = [state_of(native, 5) for _ in trees]
 
     def run(n=2, caches=None):
         proposals = [Proposal.of(tree) for tree in trees]
         caches = caches or [state.cache.rows for state in states]
-        native.run_together(
+        own.run_together(
             [tree.tokens for tree in trees[:n]],
             [state.seq_len for state in states],
             [proposal.paths for proposal in proposals],
             [proposal.depths for proposal in proposals],
             caches,
             [],
-            target.norm.weight,
+            native.norm.weight,
         )
 
     with pytest.raises(RuntimeError, match="34 rows"):
@@ -123,28 +123,28 @@ def test_more_rows_than_one_call_takes(monkeypatch):
         assert len(by_parts) == (rows > MAX_ROWS)
 
 
-def test_what_cannot_be_read_is_refused(target):
-    verify = CpuBackend(target).pieces.verify
+def test_what_cannot_be_read_is_refused(native):
+    verify = CpuBackend(native).pieces.verify
     tree = random_tree(4, 60, torch.Generator().manual_seed(0))
     with pytest.raises(RuntimeError, match="slot 256 of 256"):
-        verify(state_of(target, 253), target, Proposal.of(tree))
+        verify(state_of(native, 253), native, Proposal.of(tree))
     wrong = tree._replace(tokens=tree.tokens + 60)
     with pytest.raises(RuntimeError, match=r"token \d+"):
-        verify(state_of(target, 5), target, Proposal.of(wrong))
+        verify(state_of(native, 5), native, Proposal.of(wrong))
 
 
-def test_what_does_not_fit_the_pass_is_refused(target):
-    native = CpuBackend(target).pieces.verify
+def test_what_does_not_fit_the_pass_is_refused(native):
+    own = CpuBackend(native).pieces.verify
     tree = random_tree(4, 60, torch.Generator().manual_seed(0))
     proposal = Proposal.of(tree)
-    state = state_of(target, 5)
+    state = state_of(native, 5)
 
     def run(**changes):
         arguments = dict(tokens=tree.tokens, seq_len=state.seq_len, paths=proposal.paths)
         arguments |= dict(depths=proposal.depths, rows=state.cache.rows, aux_layers=[])
-        arguments["like"] = target.norm.weight
+        arguments["like"] = native.norm.weight
         *tensors, aux_layers, like = (arguments | changes).values()
-        return native._target.run_together(*([tensor] for tensor in tensors), aux_layers, like)
+        return own._target.run_together(*([tensor] for tensor in tensors), aux_layers, like)
 
     run()
     with pytest.raises(RuntimeError, match="position 6 of 6|slot|position"):
@@ -157,7 +157,7 @@ def test_what_does_not_fit_the_pass_is_refused(target):
         ({"depths": proposal.depths + proposal.paths.shape[1]}, "depth"),
         ({"rows": state.cache.rows.half()}, "caches in bf16 or fp32"),
         ({"rows": state.cache.rows[:, :1].contiguous()}, "cache"),
-        ({"like": target.norm.weight.half()}, "features in fp32 or bf16"),
+        ({"like": native.norm.weight.half()}, "features in fp32 or bf16"),
     ):
         with pytest.raises(RuntimeError, match=message):
             run(**changes)
