@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from families import TINY_SHAPE, TINY_VOCAB, hf_class
 from fasteagle.batch import Batch
 from fasteagle.cli import main as cli
+from fasteagle.compile.cycles import CycleCompiler
 from fasteagle.config import Eagle3Config, HeadConfig, ModelConfig
 from fasteagle.decoding.backend import Backend
 from fasteagle.drafting.base import Tuning
@@ -351,6 +352,12 @@ def captured_engine(
     engine = Engine(target.model, max_seq_len, backend=ReplayingBackend(target, advice))
     engine.runner.ahead = ahead
     return engine
+
+
+def compile_cycles(engine: Engine, kind: SamplingMode | None = None) -> None:
+    compiler = CycleCompiler(engine, kind)
+    compiler.compile()
+    compiler.apply()
 
 
 def tuned_engine(target: Transformer, folder: Path, shape=TreeShape(3, 3, 8), made=Engine):  # noqa: B008

@@ -25,6 +25,7 @@ from helpers import (
     PROMPT,
     Even,
     captured_engine,
+    compile_cycles,
     eager_engine,
     eagle3_of,
     finished,
@@ -191,9 +192,7 @@ def test_siblings_with_other_drafters_keep_what_is_compiled_for_each(target, tra
     for engine in engines:
         engine.on_cpu = False
         engine.use(EagleDrafter(random_head(target), TREE, 512))
-        compiler = CycleCompiler(engine)
-        compiler.compile()
-        compiler.apply()
+        compile_cycles(engine)
     drafters = [engine.drafter for engine in engines]
     assert {drafter for drafter, _ in base.runner.compiled} == set(drafters)
     engines[0].use(EagleDrafter(random_head(target), TREE, 512))
@@ -209,9 +208,7 @@ def test_graphs_hold_compiled_pieces(target):
     engine.use(NgramDrafter(4))
     expected = generated(Engine(target, 512), params=params)
     engine.on_cpu = False
-    compiler = CycleCompiler(engine, SamplingMode.of(params, target.config.vocab_size))
-    compiler.compile()
-    compiler.apply()
+    compile_cycles(engine, SamplingMode.of(params, target.config.vocab_size))
     assert generated(engine, params=params) == expected
     assert engine.runner.error is None and engine.runner.replays > 0
     kinds = [spec for _, spec in engine.runner.compiled]

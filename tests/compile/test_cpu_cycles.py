@@ -12,7 +12,6 @@ import torch
 from fasteagle.compile import cpu_cycles
 from fasteagle.compile.cpu_cycles import MOST_CYCLES, CpuRunner, NativeCycles
 from fasteagle.compile.cpu_draft import NativeDraft
-from fasteagle.compile.cycles import CycleCompiler
 from fasteagle.decoding.cycle import EAGER
 from fasteagle.decoding.launch import End, Launch, variant_of
 from fasteagle.drafting.eagle import EagleDrafter
@@ -22,7 +21,7 @@ from fasteagle.generate import Engine
 from fasteagle.model import KVCache
 from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import GatedChain, TreeShape
-from helpers import Even, tiny_config
+from helpers import Even, compile_cycles, tiny_config
 from native_cycles import (
     DRAFTERS,
     PARAMS,
@@ -39,29 +38,23 @@ from native_models import SHAPE, native_target
 pytestmark = pytest.mark.usefixtures("cpu_kernels", "any_time")
 
 
-@pytest.fixture(scope="module")
-def target():
-    """A target that no test writes into."""
-    return native_target(tiny_config(**SHAPE, vocab_size=60))
-
-
 CASES = [(name, PARAMS[(i + j) % 5]) for i, name in enumerate(DRAFTERS) for j in range(3)]
 
 
 @pytest.mark.parametrize(("name", "params"), CASES, ids=str)
-def test_they_do_what_single_cycles_do(target, name, params, calls, monkeypatch):
+def test_they_do_what_single_cycles_do(native, name, params, calls, monkeypatch):
     """Text, drafts, caches and all that is kept for the next cycle, bit for bit.
 
     The text is that of plain decoding, too.
     """
     prompts = (1, 2, 3), (4, 5, 6, 7, 4, 5)
-    plain = [flat(chunks_of(engine_of(target), params, prompt=p)) for p in prompts]
+    plain = [flat(chunks_of(engine_of(native), params, prompt=p)) for p in prompts]
     engines, records = [], []
     for alone in (False, True):
         calls.clear()
         if alone:
             one_by_one(monkeypatch)
-        engine = engine_of(target, drafter_of(target, name))
+        engine = engine_of(native, drafter_of(native, name))
         texts = [chunks_of(engine, params, prompt=p) for p in prompts]
         stats = engine.stats
         assert alone or (max(calls) == MOST_CYCLES and sum(calls) > stats.passes)
@@ -86,9 +79,9 @@ def test_they_do_what_single_cycles_do(target, name, params, calls, monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["plain", "ngram", "fused eagle3"])
-def test_no_cycle_is_run_after_the_end(target, name):
+def test_no_cycle_is_run_after_the_end(native, name):
     """An end of text inside a call, and a limit that it would pass."""
-    engine = engine_of(target, drafter_of(target, name))
+    engine = engine_of(native, drafter_of(native, name))
     text = flat(chunks_of(engine))
     for n in (1, 2, 5, 33):
         engine.restart()
@@ -105,21 +98,21 @@ def test_no_cycle_is_run_after_the_end(target, name):
 
 
 @pytest.mark.parametrize("name", ["plain", "eagle3", "fused eagle3"])
-def test_what_follows_a_stop_is_dropped(target, name):
+def test_what_follows_a_stop_is_dropped(native, name):
     """A stop that only the host knows; the next answer goes on from the text that was kept."""
-    engine = engine_of(target, drafter_of(target, name))
+    engine = engine_of(native, drafter_of(native, name))
     text = flat(chunks_of(engine))
     engine.restart()
     count = iter(range(100))
     stopped = flat(chunks_of(engine, is_last=lambda token: next(count) == 17))
     assert stopped == text[:18] and engine.stats.finish == "stop" and engine.runner.ready == 0
     if engine.drafter is not None:  # it has seen pairs of the text alone
-        n, whole = engine.shown, engine_of(target, drafter_of(target, name))
+        n, whole = engine.shown, engine_of(native, drafter_of(native, name))
         whole.prefill([1, 2, 3, *stopped])
         rows, expected = (own.drafter.caches[0].rows[:, :, 1:n] for own in (engine, whole))
         assert n > 10 and torch.allclose(rows, expected, atol=0.05)
     prompt = [1, 2, 3, *stopped, 9, 8]
-    expected = flat(chunks_of(engine_of(target), prompt=prompt))
+    expected = flat(chunks_of(engine_of(native), prompt=prompt))
     assert flat(chunks_of(engine, prompt=prompt)) == expected
     half = engine.generate([1, 2, 3], PARAMS[0], 90)
     begun = [next(half) for _ in range(4)]
@@ -128,8 +121,8 @@ def test_what_follows_a_stop_is_dropped(target, name):
     assert flat(chunks_of(engine)) == text
 
 
-def test_cycles_of_a_call_are_as_many_as_have_time(target, calls, monkeypatch):
-    engine = engine_of(target)
+def test_cycles_of_a_call_are_as_many_as_have_time(native, calls, monkeypatch):
+    engine = engine_of(native)
     chunks_of(engine)
     assert calls[0] == 1 and {*calls[1:-1]} == {MOST_CYCLES}, "the first call is timed"
     assert sum(calls) == 89
@@ -140,30 +133,28 @@ def test_cycles_of_a_call_are_as_many_as_have_time(target, calls, monkeypatch):
     assert {*calls} == {1}
 
 
-def test_kernels_that_leave_nothing_to_compile_run_several_cycles(target, calls):
+def test_kernels_that_leave_nothing_to_compile_run_several_cycles(native, calls):
     """What the tuner compiles for a policy's chains are the kernels' own pieces."""
-    engine = engine_of(target, drafter_of(target, "fused eagle3"))
-    compiler = CycleCompiler(engine)
-    compiler.compile()
-    compiler.apply()
+    engine = engine_of(native, drafter_of(native, "fused eagle3"))
+    compile_cycles(engine)
     assert engine.runner.compiled
     chunks_of(engine)
     assert max(calls) == MOST_CYCLES
 
 
-def test_other_pieces_end_calls_of_several_cycles(target):
-    engine = engine_of(target)
+def test_other_pieces_end_calls_of_several_cycles(native):
+    engine = engine_of(native)
     spec = engine.spec(None, SamplingMode())
     assert engine.runner.cycles(Launch(spec, None, None)) is not None
     engine.runner.use_compiled({variant_of(None, spec): EAGER})
     assert engine.runner.cycles(Launch(spec, None, None)) is None
 
 
-def test_the_time_of_a_cycle_is_its_own(target):
+def test_the_time_of_a_cycle_is_its_own(native):
     outcomes = []
-    drafter = drafter_of(target, "fused eagle3")
+    drafter = drafter_of(native, "fused eagle3")
     drafter.learn = lambda shape, outcome: outcomes.append(outcome)
-    engine = engine_of(target, drafter)
+    engine = engine_of(native, drafter)
     chunks_of(engine)
     assert len(outcomes) == engine.stats.passes
     assert all(o.draft_ms >= 0 < o.verify_ms < o.ms - o.draft_ms for o in outcomes)
@@ -175,7 +166,7 @@ def test_the_time_of_a_cycle_is_its_own(target):
     assert sum(o.by_lookup for o in outcomes) > 0
 
 
-def test_a_call_is_shared_out_among_its_cycles(target, monkeypatch):
+def test_a_call_is_shared_out_among_its_cycles(native, monkeypatch):
     """With what is no part of a cycle: here each call takes a ms."""
     times = (i / 1e3 for i in itertools.count())
     monkeypatch.setattr(cpu_cycles, "time", SimpleNamespace(perf_counter=lambda: next(times)))
@@ -186,7 +177,7 @@ def test_a_call_is_shared_out_among_its_cycles(target, monkeypatch):
         took(self, done)
 
     monkeypatch.setattr(CpuRunner, "took", noting)
-    chunks_of(engine_of(target))
+    chunks_of(engine_of(native))
     assert max(map(len, calls)) == MOST_CYCLES
     assert all(sum(one.ms for one in done) == pytest.approx(1.0) for done in calls)
 
@@ -202,15 +193,15 @@ def test_logits_that_are_not_finite_end_a_call():
         chunks_of(engine)
 
 
-def test_pairs_wait_while_the_head_pauses(target, monkeypatch):
+def test_pairs_wait_while_the_head_pauses(native, monkeypatch):
     """More of them than are kept; then it drafts what it would have drafted one by one."""
     made = []
     for alone in (False, True):
         if alone:
             one_by_one(monkeypatch)
-        drafter = drafter_of(target, "fused eagle3")
+        drafter = drafter_of(native, "fused eagle3")
         monkeypatch.setattr(EagleDrafter, "head_gain", None)
-        engine = engine_of(target, drafter)
+        engine = engine_of(native, drafter)
         text = flat(chunks_of(engine, n=340))
         monkeypatch.setattr(EagleDrafter, "head_gain", 0.0)
         more = flat(chunks_of(engine, n=30, prompt=[1, 2, 3, *text]))
@@ -218,7 +209,7 @@ def test_pairs_wait_while_the_head_pauses(target, monkeypatch):
     assert made[0] == made[1]
 
 
-def test_a_cycle_after_a_pause_reads_few_pairs(target, monkeypatch):
+def test_a_cycle_after_a_pause_reads_few_pairs(native, monkeypatch):
     """What the head has missed in a pause is no part of what its chain costs."""
     counts, run = [], NativeCycles.run
 
@@ -231,7 +222,7 @@ def test_a_cycle_after_a_pause_reads_few_pairs(target, monkeypatch):
 
     monkeypatch.setattr(EagleDrafter, "head_gain", None)
     monkeypatch.setattr(NativeCycles, "run", counted)
-    engine = engine_of(target, drafter_of(target, "fused eagle3"))
+    engine = engine_of(native, drafter_of(native, "fused eagle3"))
     shown, show = [], Engine._show_pending
 
     def noted(engine, keep_last=True):
@@ -244,7 +235,7 @@ def test_a_cycle_after_a_pause_reads_few_pairs(target, monkeypatch):
     assert shown[0] == counts[19][0] and any(counts[20][1])
 
 
-def test_caches_do_not_move_back_and_forth(target, monkeypatch):
+def test_caches_do_not_move_back_and_forth(native, monkeypatch):
     """How many rows the next cycles may need varies from call to call, and a new text is short."""
     sizes, resize = [], KVCache.resize
 
@@ -255,7 +246,7 @@ def test_caches_do_not_move_back_and_forth(target, monkeypatch):
             sizes.append(cache.n_slots - before)
 
     monkeypatch.setattr(KVCache, "resize", counted)
-    engine = engine_of(target, drafter_of(target, "fused eagle3"))
+    engine = engine_of(native, drafter_of(native, "fused eagle3"))
     chunks_of(engine, n=380)
     assert sizes and min(sizes) > 0 and len(sizes) <= 5
     sizes.clear()
@@ -263,26 +254,26 @@ def test_caches_do_not_move_back_and_forth(target, monkeypatch):
     assert not sizes and engine.cached[:2] == [9, 8]
 
 
-def test_what_the_kernels_do_not_run_is_run_cycle_by_cycle(target):
-    normed = head_of(target, "eagle3", aux_norm="all")
+def test_what_the_kernels_do_not_run_is_run_cycle_by_cycle(native):
+    normed = head_of(native, "eagle3", aux_norm="all")
     draft = NativeDraft()
-    assert draft.reads(head_of(target)) and normed.aux_norms and not draft.reads(normed)
+    assert draft.reads(head_of(native)) and normed.aux_norms and not draft.reads(normed)
     chain = EagleDrafter(normed, GatedChain(REACH), 512)
-    tree = EagleDrafter(head_of(target, "eagle1"), TreeShape(2, 2, 4), 512)
-    rounds = StaticTreeDrafter(head_of(target, "eagle1"), 512, ((0,), (1,)), sampled=True)
-    expected = flat(chunks_of(engine_of(target)))
+    tree = EagleDrafter(head_of(native, "eagle1"), TreeShape(2, 2, 4), 512)
+    rounds = StaticTreeDrafter(head_of(native, "eagle1"), 512, ((0,), (1,)), sampled=True)
+    expected = flat(chunks_of(engine_of(native)))
     for drafter in (chain, tree, rounds):
-        engine = engine_of(target, drafter)
+        engine = engine_of(native, drafter)
         chunks = chunks_of(engine)
         assert flat(chunks) == expected and len(chunks) == engine.stats.passes + 1
         # Without a draft its plain cycles may be run together.
         assert flat(chunks_of(engine, speculate=False)) == expected
-    chunks = chunks_of(engine_of(target), processor=Even())
+    chunks = chunks_of(engine_of(native), processor=Even())
     assert {len(chunk) for chunk in chunks} == {1} and not any(t % 2 for t in flat(chunks))
 
 
-def test_none_is_run_after_the_last_token(target, calls):
-    engine = engine_of(target, drafter_of(target, "ngram"))
+def test_none_is_run_after_the_last_token(native, calls):
+    engine = engine_of(native, drafter_of(native, "ngram"))
     chunks_of(engine)  # calls are of several cycles from now on
     for n in range(29, 43):
         engine.restart()
@@ -292,10 +283,10 @@ def test_none_is_run_after_the_last_token(target, calls):
         assert max(calls) > 1 and len(flat(chunks)) == n > len(chunks), "drafts are accepted"
 
 
-def test_an_end_that_is_none_only_ends_the_call(target):
+def test_an_end_that_is_none_only_ends_the_call(native):
     """The host decides where an answer ends: cycles after a token of `ends` run with the next."""
-    text = flat(chunks_of(engine_of(target)))
-    engine = engine_of(target)
+    text = flat(chunks_of(engine_of(native)))
+    engine = engine_of(native)
     chunks_of(engine, n=20)  # calls are of several cycles from now on
     engine.restart()
     chunks = engine.generate([1, 2, 3], PARAMS[0], 90)
@@ -304,10 +295,10 @@ def test_an_end_that_is_none_only_ends_the_call(target):
     assert flat([first, *chunks]) == text
 
 
-def test_cycles_that_wait_are_run_before_a_single_one(target):
+def test_cycles_that_wait_are_run_before_a_single_one(native):
     """Results come in the order of the launches."""
     shape = TreeShape(2, 2, 4)
-    engine = engine_of(target, EagleDrafter(head_of(target, "eagle1"), shape, 512))
+    engine = engine_of(native, EagleDrafter(head_of(native, "eagle1"), shape, 512))
     answer = engine.generate([1, 2, 3], PARAMS[0], 9)
     next(answer)
     engine.reserve(20, rows=shape.rows, width=8)
@@ -317,9 +308,9 @@ def test_cycles_that_wait_are_run_before_a_single_one(target):
 
 
 @pytest.mark.parametrize(("name", "reads"), [("eagle3", True), ("ngram", False)])
-def test_cycles_that_are_dropped_say_whether_the_head_has_read_pairs(target, name, reads):
+def test_cycles_that_are_dropped_say_whether_the_head_has_read_pairs(native, name, reads):
     """Those that are kept for it have been replaced then."""
-    engine = engine_of(target, drafter_of(target, name))
+    engine = engine_of(native, drafter_of(native, name))
     chunks_of(engine, n=9)
     runner, spec = engine.runner, engine.spec(GatedChain(REACH), SamplingMode())
     runner.end = End()

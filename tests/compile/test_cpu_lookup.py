@@ -11,9 +11,7 @@ import torch
 from fasteagle.compile import blocks
 from fasteagle.compile.blocks import compile_now
 from fasteagle.compile.costs import begin_policy, store_costs, tune_now
-from fasteagle.compile.cpu_backend import CpuBackend
 from fasteagle.compile.cpu_draft import NativeChain, NativeDraft, look_up
-from fasteagle.compile.cycles import CycleCompiler
 from fasteagle.compile.measurement import Measurement
 from fasteagle.drafting.base import Tuning
 from fasteagle.drafting.costs import Costs
@@ -27,8 +25,10 @@ from fasteagle.generate import Engine
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import GatedChain, TreeShape
-from helpers import empty_state, fused_drafter, generated, spec_of, tiny_config
-from native_models import SHAPE, native_head, native_target
+from fasteagle.tree import Proposal
+from helpers import compile_cycles, empty_state, fused_drafter, generated, spec_of
+from native_cycles import engine_of
+from native_models import native_head
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
@@ -89,16 +89,6 @@ def fused(target, corpus=None, reach=REACH):
     return fused_drafter(head, GatedChain(reach), 256, lookup=Lookup(corpus=corpus))
 
 
-@pytest.fixture(scope="module")
-def target():
-    """A target that no test writes into."""
-    return native_target(tiny_config(**SHAPE))
-
-
-def engine_of(target, drafter=None) -> Engine:
-    return Engine(target, 256, drafter=drafter, backend=CpuBackend(target))
-
-
 def answer(engine: Engine, params, n=120, prompt=(1, 2, 3)) -> list[int]:
     return generated(engine, n, list(prompt), params)
 
@@ -114,34 +104,28 @@ def policy_of(level: float, head: bool) -> Policy:
     return Policy(costs, DEFAULT_RANKS, [GatedChain(REACH)], head=head, lookup=True)
 
 
-def compiled_for(engine: Engine, params: SamplingParams) -> None:
-    compiler = CycleCompiler(engine, SamplingMode.of(params, 60))
-    compiler.compile()
-    compiler.apply()
-
-
 @pytest.mark.parametrize(("params", "planned", "compiled"), RUNS, ids=str)
-def test_text_stays_that_of_plain_decoding(target, params, planned, compiled):
-    expected = answer(engine_of(target), params)
-    drafter = fused(target)
-    engine = engine_of(target, drafter)
+def test_text_stays_that_of_plain_decoding(native, params, planned, compiled):
+    expected = answer(engine_of(native), params)
+    drafter = fused(native)
+    engine = engine_of(native, drafter)
     if planned:
         drafter.policy = policy_of(0.1, head=True)
     if compiled:
-        compiled_for(engine, params)
+        compile_cycles(engine, SamplingMode.of(params, 60))
     for _ in range(2):  # the second time the table has learned
         engine.restart()
         assert answer(engine, params) == expected
     longer = [*expected[:50], 7, *expected[:50]]
     engine.restart()
-    plain = engine_of(target)
+    plain = engine_of(native)
     assert answer(engine, params, 60, longer) == answer(plain, params, 60, longer)
     if planned:
         assert "looked up" in drafter.policy.explain()
 
 
 @pytest.mark.parametrize("head", [False, True])
-def test_chains_are_measured_where_cycles_are_compiled(target, head, tmp_path, monkeypatch):
+def test_chains_are_measured_where_cycles_are_compiled(native, head, tmp_path, monkeypatch):
     """Those of the draft head as long as they can be."""
     draft, drafted = NativeChain.draft, []
 
@@ -151,25 +135,25 @@ def test_chains_are_measured_where_cycles_are_compiled(target, head, tmp_path, m
         return chains
 
     monkeypatch.setattr(NativeChain, "draft", noting)
-    drafter = fused(target) if head else NgramDrafter()
+    drafter = fused(native) if head else NgramDrafter()
     drafter.shape = GatedChain(REACH)
     drafter.tuning = Tuning(tmp_path / "costs.json", DEFAULT_RANKS)
-    engine = engine_of(target, drafter)
-    compiled_for(engine, SamplingParams())
+    engine = engine_of(native, drafter)
+    compile_cycles(engine)
     drafter.fixed_thresholds = Thresholds((2.0,), (2.0,))  # which would end all chains at once
     policy, seconds = tune_now(engine, pytest.fail, compiled=True)
     assert 0 < seconds < 600 and policy is drafter.policy and policy.shapes == [GatedChain(REACH)]
     assert policy.costs.lookup > 0 and (policy.costs.chain[LONGEST] > 0) == head
     assert {*drafted} == ({(1, 1), (LONGEST, LONGEST)} if head else set())
-    assert answer(engine, SamplingParams()) == answer(engine_of(target), SamplingParams())
+    assert answer(engine, SamplingParams()) == answer(engine_of(native), SamplingParams())
 
 
-def test_chains_have_a_policy_before_anything_is_measured(target, tmp_path, monkeypatch):
+def test_chains_have_a_policy_before_anything_is_measured(native, tmp_path, monkeypatch):
     """Usual costs, in passes of this machine: the second one, for the first may read the disk."""
     times = itertools.cycle((900.0, 40.0))
     monkeypatch.setattr(Measurement, "verify", lambda self, T: next(times))
-    drafter = fused(target)
-    engine = engine_of(target, drafter)
+    drafter = fused(native)
+    engine = engine_of(native, drafter)
     begin_policy(engine)
     assert drafter.policy is None, "a chain of a fixed size has none"
     drafter.tuning = Tuning(tmp_path / "costs.json", DEFAULT_RANKS)
@@ -180,12 +164,12 @@ def test_chains_have_a_policy_before_anything_is_measured(target, tmp_path, monk
     assert drafter.policy.looks_up and drafter.policy.head_gain is not None
     ngram = NgramDrafter()
     ngram.shape, ngram.tuning = drafter.shape, drafter.tuning
-    begin_policy(engine_of(target, ngram))
+    begin_policy(engine_of(native, ngram))
     assert ngram.policy.looks_up and ngram.policy.head_gain is None
-    begin_policy(engine_of(target))
+    begin_policy(engine_of(native))
     tree = EagleDrafter(drafter.head, TreeShape(3, 3, 8), 512)
     tree.tuning = drafter.tuning
-    begin_policy(engine_of(target, tree))
+    begin_policy(engine_of(native, tree))
     assert tree.policy is None, "a tree waits for what is measured"
     store_costs(engine, drafter, costs.scaled(2.0), 1.0)
     begin_policy(engine)
@@ -193,13 +177,13 @@ def test_chains_have_a_policy_before_anything_is_measured(target, tmp_path, monk
 
 
 @pytest.mark.parametrize(("params", "compiled"), [(PARAMS[0], True), (PARAMS[2], False)], ids=str)
-def test_another_number_of_nodes_and_back(target, params, compiled):
+def test_another_number_of_nodes_and_back(native, params, compiled):
     """`/spec N` for the default drafter: chains of the kernels that do not end early."""
-    expected = answer(engine_of(target), params)
-    drafter = fused(target)
-    engine = engine_of(target, drafter)
+    expected = answer(engine_of(native), params)
+    drafter = fused(native)
+    engine = engine_of(native, drafter)
     if compiled:
-        compiled_for(engine, params)
+        compile_cycles(engine, SamplingMode.of(params, 60))
     for other in (drafter.resized(1), drafter.resized(6), drafter.resized(30), drafter):
         engine.use(other)
         engine.restart()
@@ -208,42 +192,42 @@ def test_another_number_of_nodes_and_back(target, params, compiled):
         assert engine.backend.drafts(other, spec_of(other.shape))
 
 
-def test_where_kernels_run_all_of_it_nothing_is_compiled(target, monkeypatch):
+def test_where_kernels_run_all_of_it_nothing_is_compiled(native, monkeypatch):
     monkeypatch.setattr(blocks, "missing_compiler", lambda: "nobody asks")
     said = []
-    for drafter in (None, NgramDrafter(), fused(target)):
+    for drafter in (None, NgramDrafter(), fused(native)):
         if isinstance(drafter, NgramDrafter):
             drafter.shape = GatedChain(REACH)
-        engine = engine_of(target, drafter)
+        engine = engine_of(native, drafter)
         run = engine.target.ops.run_blocks
         assert compile_now(engine, SamplingParams(0.8), said.append) and not said
         assert engine.target.ops.run_blocks == run
         assert answer(engine, SamplingParams(), 8)
-    engine = engine_of(target, EagleDrafter(fused(target).head, TreeShape(2, 2, 4), 256))
+    engine = engine_of(native, EagleDrafter(fused(native).head, TreeShape(2, 2, 4), 256))
     assert not compile_now(engine, None, said.append), "trees are none of the kernels'"
 
 
-def test_a_chain_of_a_fixed_number_of_tokens(target):
-    head = fused(target).head
-    engine = engine_of(target, EagleDrafter(head, GatedChain(LONGEST), 512).resized(3))
+def test_a_chain_of_a_fixed_number_of_tokens(native):
+    head = fused(native).head
+    engine = engine_of(native, EagleDrafter(head, GatedChain(LONGEST), 512).resized(3))
     answer(engine, SamplingParams())
     assert engine.stats.drafted == 3 * len(engine.stats.path_lengths) > 0
 
 
 @pytest.mark.parametrize("reach", [3, REACH, MAX_CHAIN])
-def test_a_repetition_is_copied_without_the_draft_head(target, reach):
+def test_a_repetition_is_copied_without_the_draft_head(native, reach):
     """And the pairs that it has not seen are shown when it is needed again."""
-    expected = answer(engine_of(target), SamplingParams(), 200)
+    expected = answer(engine_of(native), SamplingParams(), 200)
     quoted = Corpus([[1, 2, 3, *expected[:150]]], "cpu")
-    engine = engine_of(target, fused(target, quoted, reach))
+    engine = engine_of(native, fused(native, quoted, reach))
     assert answer(engine, SamplingParams(), 200) == expected
     assert max(engine.stats.path_lengths) == reach
     assert engine.stats.passes < 100
 
 
-def test_a_chain_that_promises_no_more_than_the_head_is_left_to_it(target, monkeypatch):
+def test_a_chain_that_promises_no_more_than_the_head_is_left_to_it(native, monkeypatch):
     """One of nothing too, where a policy finds the head worth nothing."""
-    drafter, state = fused(target), empty_state(target)
+    drafter, state = fused(native), empty_state(native)
 
     def copied(text: list[int], head_gain: float | None) -> list[int] | None:
         state.text[: len(text)] = torch.tensor(text)
@@ -259,15 +243,15 @@ def test_a_chain_that_promises_no_more_than_the_head_is_left_to_it(target, monke
 
 
 @pytest.mark.parametrize(("params", "planned"), [(PARAMS[0], False), (PARAMS[2], True)], ids=str)
-def test_without_a_draft_head(target, params, planned):
-    expected = answer(engine_of(target), params, 150)
+def test_without_a_draft_head(native, params, planned):
+    expected = answer(engine_of(native), params, 150)
     quoted = Corpus([[1, 2, 3, *expected[:100]]], "cpu")
     for corpus in (None, quoted):
         drafter = NgramDrafter(lookup=Lookup(corpus=corpus))
         drafter.shape = GatedChain(REACH)
         if planned:
             drafter.policy = policy_of(0.0, head=False)
-        engine = engine_of(target, drafter)
+        engine = engine_of(native, drafter)
         assert answer(engine, params, 150) == expected
         if corpus is not None:
             assert engine.stats.passes < 100
@@ -275,26 +259,20 @@ def test_without_a_draft_head(target, params, planned):
             assert "looked up" in drafter.policy.explain()
 
 
-def test_both_sources_are_used(target):
-    drafter, draft = fused(target), NativeDraft()
-    engine = engine_of(target, drafter)
-    state, spec = engine.state, engine.spec(GatedChain(REACH), SamplingMode())
-    state.load([1, 2, 3, 4, 5, 6, 7, 8], torch.zeros(1, 64), SamplingParams())
+def test_both_sources_are_used_and_files_are_quoted(native):
+    drafter, draft = fused(native, Corpus([list(range(20, 50))], "cpu")), NativeDraft()
+    engine = engine_of(native, drafter)
+    spec = engine.spec(GatedChain(REACH), SamplingMode())
     drafter.reserve(64)
-    proposal = draft(state, drafter, spec)  # nothing stood before
+
+    def after(*text: int) -> Proposal:
+        engine.state.load([*text], torch.zeros(1, 64), SamplingParams())
+        return draft(engine.state, drafter, spec)
+
+    proposal = after(1, 2, 3, 4, 5, 6, 7, 8)  # nothing stood before
     assert proposal.extended and proposal.tree.sources is not None
-    state.load([*range(1, 11), *range(1, 11)], torch.zeros(1, 64), SamplingParams())
-    proposal = draft(state, drafter, spec)
+    proposal = after(*range(1, 11), *range(1, 11))
     assert not proposal.extended
     assert proposal.tree.tokens[:4].tolist() == [10, 1, 2, 3]
     assert proposal.tree.sources.tolist() == [0] + [2] * (len(proposal.tree.tokens) - 1)
-
-
-def test_files_are_quoted(target):
-    corpus = Corpus([list(range(20, 50))], "cpu")
-    drafter, draft = fused(target, corpus), NativeDraft()
-    engine = engine_of(target, drafter)
-    state, spec = engine.state, engine.spec(GatedChain(REACH), SamplingMode())
-    state.load([1, 2, 30, 31, 32, 33, 34, 35], torch.zeros(1, 64), SamplingParams())
-    drafter.reserve(64)
-    assert draft(state, drafter, spec).tree.tokens[:4].tolist() == [35, 36, 37, 38]
+    assert after(1, 2, 30, 31, 32, 33, 34, 35).tree.tokens[:4].tolist() == [35, 36, 37, 38]
