@@ -159,7 +159,9 @@ class CudaDraft:
 
     def __init__(self, head: EagleHead) -> None:
         self.head = head
-        self.runs: SharedRuns[Variant, Texts, Pool] = SharedRuns(_made)
+        self.runs: SharedRuns[Variant, Texts, Pool] = SharedRuns(
+            lambda variant, texts: SharedDraft(texts[0][1], variant, texts[0][0].features)
+        )
 
     def __call__(
         self,
@@ -215,11 +217,6 @@ class CudaDraft:
             for n in variant.sizes:
                 shared = SharedDraft(drafter, variant._replace(n_texts=n), state.features)
                 shared.launch_all()
-
-
-def _made(variant: Variant, texts: Texts) -> SharedDraft:
-    state, drafter = texts[0]
-    return SharedDraft(drafter, variant, state.features)
 
 
 def _eagle(launch: Launch) -> EagleDrafter:

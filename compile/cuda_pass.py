@@ -154,10 +154,9 @@ class CudaPass:
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        self.runs: SharedRuns[Shape, Sequence[Member], Output] = SharedRuns(self._made)
-
-    def _made(self, shape: Shape, members: Sequence[Member]) -> SharedPass:
-        return SharedPass(self._target, shape, members[0].rows)
+        self.runs: SharedRuns[Shape, Sequence[Member], Output] = SharedRuns(
+            lambda shape, members: SharedPass(target, shape, members[0].rows)
+        )
 
     def __call__(
         self,

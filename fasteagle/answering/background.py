@@ -10,8 +10,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
-from fasteagle.compile import BlockCompiler
-from fasteagle.compile.blocks import configure, start_compiler
+from fasteagle.compile.blocks import BlockCompiler, configure, start_compiler
 from fasteagle.compile.costs import costs_of, follow_costs, tunable
 from fasteagle.compile.cycles import CycleCompiler
 from fasteagle.drafting.base import Drafter

@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 import torch
 
-from fasteagle.compile import BlockCompiler, blocks
-from fasteagle.compile.blocks import start_compiler
+from fasteagle.compile import blocks
+from fasteagle.compile.blocks import BlockCompiler, start_compiler
 from fasteagle.compile.cycles import compile_part
 from fasteagle.decoding.backend import Backend
 from fasteagle.generate import Engine
