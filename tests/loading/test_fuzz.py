@@ -117,6 +117,22 @@ def folder(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("fuzz") / "model", "mistral", num_hidden_layers=1)
 
 
+@pytest.fixture
+def copy(folder, tmp_path):
+    """A copy of the model, for the examples of one test."""
+    return shutil.copytree(folder, tmp_path / "m")
+
+
+@pytest.fixture
+def head(folder, tmp_path):
+    """A draft head for the model, and once more its config."""
+    target = load_model(open_checkpoint(folder), dtype=torch.float32, device="cpu", max_seq_len=16)
+    head = tmp_path / "head"
+    save_head(head, random_head(target, rope_base=10000.0), {"ranks": [[0.5]]}, torch.float32)
+    shutil.copy(head / "config.json", head / "good.json")
+    return head
+
+
 ROPE = st.fixed_dictionaries(
     {
         "rope_type": st.sampled_from(["linear", "llama3", "default"]) | SCALARS,
@@ -138,10 +154,7 @@ CONFIG = changes(
 
 @fuzz(400)
 @given(changed=CONFIG)
-def test_config_of_a_model(folder, tmp_path, changed):
-    copy = tmp_path / "m"
-    if not copy.exists():
-        shutil.copytree(folder, copy)
+def test_config_of_a_model(folder, copy, changed):
     raw = json.loads((folder / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**raw, **changed}))
     checkpoint = outcome(lambda: open_checkpoint(copy))
@@ -152,20 +165,10 @@ def test_config_of_a_model(folder, tmp_path, changed):
 
 @fuzz(400)
 @given(changed=CONFIG)
-def test_config_of_a_head(folder, tmp_path, changed):
-    head = tmp_path / "head"
-    if not head.exists():
-        make_head(folder, head)
+def test_config_of_a_head(folder, head, changed):
     raw = json.loads((head / "good.json").read_text())
     (head / "config.json").write_text(json.dumps({**raw, **changed}))
     outcome(lambda: load_head(head, open_checkpoint(folder).config))
-
-
-def make_head(folder, out):
-    checkpoint = open_checkpoint(folder)
-    target = load_model(checkpoint, dtype=torch.float32, device="cpu", max_seq_len=16)
-    save_head(out, random_head(target, rope_base=10000.0), {"ranks": [[0.5]]}, torch.float32)
-    shutil.copy(out / "config.json", out / "good.json")
 
 
 HEADERS = VALUES | changes("ranks", "target_fingerprint", "scheme")
@@ -174,10 +177,7 @@ RANKS = st.lists(st.lists(st.floats(0, 1) | SCALARS, max_size=3), max_size=3)
 
 @fuzz(400)
 @given(header=HEADERS | st.builds(lambda ranks: {"ranks": ranks}, RANKS))
-def test_header_of_a_head(folder, tmp_path, header):
-    head = tmp_path / "head"
-    if not head.exists():
-        make_head(folder, head)
+def test_header_of_a_head(folder, head, header):
     _, parts, data = header_of(head / "model.safetensors")
     parts["__metadata__"] = {HEADER_KEY: json.dumps(header)}
     rewrite(head / "model.safetensors", with_header(parts, data))
@@ -214,10 +214,7 @@ ENTRY = st.fixed_dictionaries(
     changed=st.dictionaries(st.integers(0, 11), ENTRY | VALUES, max_size=2),
     size=st.none() | INTEGERS.filter(lambda n: 0 <= n < 2**64),
 )
-def test_header_of_safetensors(folder, tmp_path, changed, size):
-    copy = tmp_path / "m"
-    if not copy.exists():
-        shutil.copytree(folder, copy)
+def test_header_of_safetensors(folder, copy, changed, size):
     _, parts, data = header_of(folder / "model.safetensors")
     names = [name for name in parts if name != "__metadata__"]
     for number, entry in changed.items():

@@ -326,10 +326,3 @@ def test_each_sequence_has_caches_of_its_own():
         assert two - one == layers * 2 * 32 * 128 * 2 * (2048 + 320)
         three = needed_bytes(LLAMA, setting, of, 3)
         assert three - two == two - one
-
-
-def test_out_of_memory_in_an_answer_is_one_line(tiny_dir, monkeypatch):
-    monkeypatch.setattr("fasteagle.decoding.runner.Runner.launch", raising(SHORT))
-    result = invoke("chat", "--model", tiny_dir, "-p", "x", "--no-spec")
-    assert result.exit_code == 2 and isinstance(result.exception, SystemExit)
-    assert "Error: out of memory at token" in result.stderr.splitlines()[-1]
