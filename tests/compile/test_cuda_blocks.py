@@ -22,6 +22,7 @@ from device_checks import (
 )
 from fasteagle.compile import cuda_backend, cuda_blocks, cuda_ops, fixed_norm, tree_attention
 from fasteagle.compile.cuda_blocks import MAX_ROWS
+from fasteagle.compile.int8_cache import dense_rows, over_int8
 from fasteagle.compile.kernels import block_kernels, expert_kernels, tree_kernels
 from fasteagle.config import MoEConfig
 from fasteagle.decoding.cycle import EAGER
@@ -115,7 +116,10 @@ def test_a_tree_of_more_rows_than_the_kernels_take_is_refused():
     more = EagleDrafter(head, TreeShape(2, 8, 64), 256)
     with pytest.raises(FasteagleError, match="use at most 63, because passes of more"):
         engine.use(more)
-    Engine(target, 256).use(more)  # by the core no row has the bits that it has alone
+    left = KernelBackend(target)
+    left.leave("passes")
+    for backend in (None, left):  # by the core no row has the bits that it has alone
+        Engine(target, 256, backend=backend).use(more)
 
 
 def by_the_core(x, scale, eps):
@@ -168,7 +172,9 @@ def test_what_several_answers_share(name):
         turns = "replayed; several answers take turns"
         assert backend.describe().endswith(", replayed" if quantized else turns)
     backend._pass = mock.Mock(return_value=["outputs"], runs=mock.Mock(is_captured=True))
-    assert backend.verify_together([], []) == ["outputs"] and backend.shares_passes
+    for backend._may_replay in (False, True):
+        assert backend.verify_together([], [], "capture") == ["outputs"] and backend.shares_passes
+        backend._pass.assert_called_with([], [], "capture" if backend._may_replay else None)
     backend._pass.runs.is_captured = False
     assert backend.verify_together([], []) == ["outputs"], "this one ran without a graph"
     assert not backend.shares_passes and backend.describe().endswith(turns)
@@ -220,6 +226,37 @@ def test_norms_of_blocks_that_are_not_fused(monkeypatch):
     assert torch.equal(result, expected)
     block = [(5, 128), (20, 32), (10, 32), (5, 128)]
     assert norms == [*block, *block, (5, 128)]
+
+
+def test_a_norm_reads_rows_of_a_wider_tensor(monkeypatch):
+    """Kernels expect one row after the other."""
+    norm, x, normed = RMSNorm(128, 1e-5), torch.randn(5, 256), mock.Mock(side_effect=by_the_core)
+    monkeypatch.setattr(fixed_norm, "rms_norm", normed)
+    assert torch.equal(fixed_norm.apply_norm(norm, x[:, :128]), norm(x[:, :128].contiguous()))
+    assert normed.call_args.args[0].is_contiguous()
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_blocks_by_the_core_over_keys_in_8_bits(left):
+    """Where blocks do not fit the kernels, and after the kernels have failed."""
+    model, dense = packed_target("gqa")
+    backend = KernelBackend(model if left else dense, "int8")
+    if left:
+        backend.leave("passes")
+    expected, keys = passed(over_int8(dense), 5)
+    for target in (backend.target, backend.core):
+        result, own = passed(target, 5)
+        assert torch.allclose(result.float(), expected, atol=1e-2)
+        assert own.rows.dtype == torch.int8
+        values = [dense_rows(cache.rows, torch.float32) for cache in (own, keys)]
+        assert torch.allclose(*values, atol=0.05)
+
+
+@pytest.mark.parametrize("E", [16, 256])
+def test_the_narrowest_and_the_widest_heads_fit(E):
+    model = random_target(tiny_config(**SHAPE | dict(head_dim=E)))
+    pack_(model.blocks, Scheme(4, 32))
+    assert not KernelBackend(model.half()).leaves_blocks
 
 
 @pytest.mark.parametrize("rows", [2, MAX_ROWS, MAX_ROWS + 1])

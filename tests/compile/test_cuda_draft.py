@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from unittest import mock
 
 import torch
 
+from fasteagle.compile import cuda_draft
 from fasteagle.compile.cuda_draft import CudaDraft, SharedDraft, Variant
 from fasteagle.compile.split_cycles import SplitCycle
 from fasteagle.decoding.launch import Launch
@@ -43,10 +45,11 @@ def test_a_head_is_drafted_with_together_until_its_kernels_are_left():
     assert backend._draft is made, "with what was captured"
     backend.adopt(NgramDrafter())
     assert backend._draft is None
-    backend._may_replay = True  # as on a device
-    for is_captured in (True, False):
-        backend._draft = mock.Mock(return_value={}, runs=mock.Mock(is_captured=is_captured))
-        backend.draft_together([mock.Mock()], [mock.Mock()])
+    for replays, is_captured in ((False, True), (True, True), (True, False)):
+        backend._may_replay = replays  # as on a device
+        draft = backend._draft = mock.Mock(return_value={}, runs=mock.Mock(is_captured=is_captured))
+        backend.draft_together([runner := mock.Mock()], [mock.Mock()])
+        assert draft.call_args.args[2] is (runner.capture_pass if replays else None)
         assert (backend._draft is not None) is is_captured
     for part in ("drafting", "commits"):
         backend = KernelBackend(model)
@@ -155,3 +158,28 @@ def test_one_text_more_than_a_run_takes_drafts_alone():
         wide = Launch(spec_of(drafter.shape, width), drafter, None)
         assert sorted(draft([None] * 3, [wide] * 3)) == list(range(2 * len(runs)))
         assert sizes == runs
+
+
+def test_every_run_is_launched_to_be_compiled():
+    """Greedy and drawn, whatever the cycles are, and in all numbers of texts."""
+    model, _ = packed_target(vocab_size=64)
+    drafter = EagleDrafter(random_head(model), TreeShape(2, 2, 4), 128)
+    specs = [spec_of(drafter.shape, 3), spec_of(drafter.shape, 9), spec_of(None)]
+    with mock.patch.object(cuda_draft, "SharedDraft") as made:
+        CudaDraft(drafter.head).launch_all(mock.Mock(), drafter, specs)
+    variants = [call.args[1] for call in made.call_args_list]
+    own = [(v.n_texts, v.width, v.kind.greedy) for v in variants]
+    expected = [*itertools.product((2, 4, 8), [3], (True, False))]
+    assert sorted(own) == sorted([*expected, *itertools.product((2, 4), [9], (True, False))])
+    assert made.return_value.launch_all.call_count == len(variants)
+
+
+def test_a_run_for_several_leaves_the_drafter_its_own_cache():
+    model, _ = packed_target(vocab_size=64)
+    drafter = EagleDrafter(random_head(model), TreeShape(2, 2, 4), 128)
+    shared = SharedDraft(drafter, Variant(2, 3, 2, 2, MODE, 128), torch.zeros(8, 128))
+    own, caches = drafter.cache, []
+    with mock.patch.object(EagleDrafter, "extend", lambda self, *_: caches.append(self.cache)):
+        shared._extended()
+    assert caches == [shared._pairs.cache] and drafter.cache is own
+    assert shared._drafter.cache is shared._level.cache

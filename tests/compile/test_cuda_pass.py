@@ -6,13 +6,22 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
 from fasteagle.compile import cuda_pass
 from fasteagle.compile.cuda_blocks import MAX_ROWS
-from fasteagle.compile.cuda_pass import ROWS, SEQUENCES, CudaPass, Member, Shape, cache_numbers
+from fasteagle.compile.cuda_pass import (
+    ROWS,
+    SEQUENCES,
+    CudaPass,
+    Member,
+    Shape,
+    SharedPass,
+    cache_numbers,
+)
 from fasteagle.decoding.cycle import EAGER
 from fasteagle.model import Output
 
@@ -125,3 +134,32 @@ def test_tensors_that_kernels_find_by_addresses_are_in_one_piece():
     for rows in (torch.zeros(2, 1, 3, 4).half(), torch.zeros(2, 1, 4, 16)[..., :8]):
         with pytest.raises(AssertionError):
             cache_numbers(rows)
+
+
+def test_every_pass_is_launched_to_be_compiled(passes):
+    """In all numbers of rows and of sequences that a pass may have."""
+    [state], _ = sequences([1])
+    state.aux_layers = (0, 2)
+    with mock.patch.object(cuda_pass, "SharedPass") as made:
+        passes.launch_all(state)
+    shapes = [call.args[1] for call in made.call_args_list]
+    expected = {(m, n, 256, (0, 2)) for m in ROWS for n in SEQUENCES if n <= m}
+    assert len(shapes) == made.return_value.compute.call_count and {*shapes} == expected
+
+
+def test_a_pass_reads_the_sequences_that_were_loaded_last(monkeypatch):
+    """Also if as many were loaded before; and it has the window of the model."""
+    config = SimpleNamespace(n_head=2, n_kv_head=1, sliding_window=7)
+    target = mock.Mock(config=config)
+    shared = SharedPass(target, Shape(4, 2, 64, ()), torch.zeros(2, 1, 64, 16).half())
+    for _ in range(2):
+        own = [torch.zeros(n, dtype=torch.long) for n in (1, 2)]
+        members = [
+            Member(row[0], row, row, row.int()[:, None], torch.zeros(2, 1, 64, 16).half())
+            for row in own
+        ]
+        shared.load(members)
+        assert shared._sequences.table.tolist() == [member.numbers() for member in members]
+    monkeypatch.setattr("fasteagle.compile.kernels.sequence_kernels.gather", mock.Mock())
+    shared.compute()
+    assert target.call_args.args[3].window == 7

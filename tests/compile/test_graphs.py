@@ -18,6 +18,7 @@ from fasteagle.compile.cycles import compiling
 from fasteagle.compile.graphs import COMPILING, CapturedRunner
 from fasteagle.decoding.backend import Backend
 from fasteagle.decoding.cycle import EAGER
+from fasteagle.decoding.launch import Launch
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.generate import Engine
 from fasteagle.model import Target
@@ -287,6 +288,26 @@ def test_the_second_attempt_at_a_capture_begins_where_the_first_did(cuda, engine
     assert begun == [0, 0, 0]
 
 
+@pytest.mark.parametrize("kind", ["whole", "with a processor", "with others"])
+def test_each_run_of_a_capture_begins_at_the_same_state(kind):
+    """Near the end of a context, the second one would write past the last slot."""
+    engine, begun = captured_engine(random_target(tiny_config()), 64), []
+    engine.prefill([1, 2, 3])
+
+    def finish(state, *rest):
+        begun.append(state.seq_len.clone())
+        EAGER.finish(state, *rest)
+
+    spec = engine.spec(None, SamplingMode())
+    with mock.patch.object(engine.runner, "pieces", lambda *_: EAGER._replace(finish=finish)):
+        if kind == "with others":
+            captured = engine.runner._split_of(Launch(spec, None, None))
+        else:
+            captured = engine.runner._replay_of(spec, None, kind != "whole")
+    assert captured is not None and len(begun) > 1
+    assert {*map(int, begun)} == {int(engine.state.seq_len)}
+
+
 @pytest.mark.parametrize("refusing", [0, 100])
 def test_no_drafter_that_was_replaced_is_kept(cuda, engine, refusing):
     """Neither by the graphs of its cycles, nor by their failures, nor by compiled code."""
@@ -325,6 +346,14 @@ def test_the_time_of_a_replay_is_the_median_of_runs_from_the_same_state(monkeypa
     monkeypatch.setattr(runner.graphs, "milliseconds", lambda replay: replay() or next(times))
     assert runner.timed(work, place.zero_) == 3
     assert len(begun) > 5 and not any(begun)
+
+
+def test_nothing_that_was_dropped_is_under_way(cuda, engine):
+    engine.prefill([1, 2, 3])
+    engine.runner.launch(engine.spec(None, SamplingMode()), None)
+    cuda.order.clear()
+    engine.runner.drop()
+    assert cuda.order == ["host waits"]
 
 
 def test_the_time_of_a_cycle_that_waited_for_a_capture_is_not_its_own(cuda, engine):

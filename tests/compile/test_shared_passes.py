@@ -305,8 +305,10 @@ def test_the_end_of_a_cycle_reads_features_only_where_they_are_stored(aux_layers
 def test_beside_others_a_cycle_of_a_mode_that_was_prepared_needs_nothing(engine):
     engine.prepare(GREEDY)
     engine.runner.accompanied = True
-    needs = [engine.runner.needs([engine.spec(None, SamplingMode(g))], None) for g in (True, False)]
-    assert needs == [False, True]
+    specs = [engine.spec(None, SamplingMode(greedy)) for greedy in (True, False)]
+    assert [engine.runner.needs([spec], None) for spec in specs] == [False, True]
+    engine.runner.forget()
+    assert all(engine.runner.needs([spec], None) for spec in specs)
 
 
 def test_a_part_that_fails_leaves_the_state(engine):
