@@ -283,3 +283,15 @@ def test_a_second_pass_compiles_nothing(monkeypatch, tmp_path):
     with collecting() as variants:
         run_passes(backend.target, [1])
     assert not variants
+
+
+def test_passes_over_prompts_are_among_them(monkeypatch):
+    """Short ones, which are captured in three sizes, and long ones."""
+    target = mock.MagicMock(weight=torch.zeros(1))
+    target.config.sliding_window, target.new_cache.return_value.n_slots = None, 256
+    names = ("run_head", "run_trees", "run_draws", "run_commits")
+    monkeypatch.setattr(precompile, "compile_launches", lambda launch, device: launch())
+    with mock.patch.multiple(precompile, **{name: mock.Mock() for name in names}):
+        precompile.compile_ahead(mock.Mock(target=target), None, [mock.Mock(rows=5)], mock.Mock())
+    assert [len(call.args[0]) for call in target.call_args_list] == [1, 5, 16, 32, 64]
+    assert [len(call.args[0]) for call in target.encode.call_args_list] == [65]

@@ -76,6 +76,14 @@ def test_a_place_that_found_nothing_adds_nothing():
     assert len(as_paths(tree)) == 6 and tree.valid.tolist() == [True] * 7 + [False] * 2
 
 
+@pytest.mark.parametrize("R", [1, 2])  # a level past the chain, and none
+def test_a_score_that_rounding_makes_positive_is_certain(R):
+    """Log-probabilities of a draft head that is certain may be just above 0."""
+    pool = Pool(torch.tensor([1, 2]), torch.tensor([1e-7, 2e-7]), torch.tensor([-1, 0]))
+    both = fuse(pool, 1, 2, torch.full((R,), 9), torch.full((R,), -1.0))
+    assert both.scores[:2].tolist() == [0, 0]
+
+
 def test_ties_keep_parents_before_children():
     """Certain tokens score like their parents, on both sides and across them."""
     pool = POOL._replace(scores=torch.zeros(6))
