@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from fasteagle.drafting.company import LONGEST_REST, Company, Sharing, Speed
-from fasteagle.drafting.pauses import FEWEST, FIRST_DISTANCE
-from fasteagle.drafting.policy import EVERY, LOOKED_UP_ROW, Average, Outcome
+from fasteagle.drafting.pauses import BLOCK, FEWEST, FIRST_DISTANCE
+from fasteagle.drafting.policy import EVERY, LOOKED_UP_ROW, USUAL_CHAIN, Average, Outcome
 from fasteagle.shapes import AnyShape, TreeShape
 from simulated_machine import CARD, QUIET, SLOW, Machine, SharedCache, policy_of
 
@@ -255,6 +255,31 @@ def test_a_pass_of_one_size_at_a_time_is_observed():
         company.learn(shape, outcome(1))
     company.end_passes(1, 1e-3)
     assert speeds(company) == before
+    for shape in (SIZES[0], SIZES[0], None):  # plain rows of those that may not draft
+        company.learn(shape, outcome(1))
+    company.end_passes(1, 7.0)
+    assert speeds(company)[SIZES[0]] != before[SIZES[0]]
+
+
+def test_a_text_that_is_hard_to_draft_lowers_what_sizes_promise_that_were_not_in_use():
+    company, policy = Company(), policy_of(CARD, *SIZES)
+    company.follow(policy)
+    before = company._speed_of(policy, Sharing(2, policy), SIZES[3])
+    for _ in range(20):
+        company.learn(SIZES[0], outcome(0))
+    assert company._speed_of(policy, Sharing(2, policy), SIZES[3]) < 0.8 * before
+
+
+def test_what_a_draft_head_is_worth_before_it_was_tried():
+    company = Company()
+    company.follow(policy := policy_of(SLOW))
+    for _ in range(2 * BLOCK):
+        company.learn(None, Outcome())
+        company.learn(None, Outcome())
+        company.end_passes(1, 5.1)
+    cost = USUAL_CHAIN * (company._row_ms + company._levels.ms) * company._speed
+    assert cost > 0.1
+    assert company.head_gain == pytest.approx(policy.accepted(policy.shapes[0]) - cost, rel=0.05)
 
 
 def speeds(company: Company) -> dict[AnyShape, float]:

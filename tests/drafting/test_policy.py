@@ -141,6 +141,16 @@ def test_a_looked_up_chain_teaches_nothing_of_the_head():
     assert policy.head_gain > gain and 10 < policy.used[None] < 50
 
 
+def test_chains_of_the_head_count_alike_after_copied_tokens():
+    policy = policy_of(SLOW, chain := GatedChain(REACH), lookup=True)
+    for _ in range(40):
+        policy.learn(chain, Outcome(9, 9, 16, ms=13.0, verify_ms=12.0))
+        policy.learn(chain, Outcome(6, 0, 6, True, ms=8.0))
+    for _ in range(10):
+        policy.learn(chain, Outcome(0, 0, 3, True, ms=6.5))
+    assert policy.accepted(chain) > 4.0
+
+
 def test_the_lookup_goes_on_while_the_head_pauses():
     chain = GatedChain(REACH)
     policy = policy_of(QUIET, chain, lookup=True)
