@@ -9,7 +9,16 @@ import pytest
 from fasteagle.drafting.costs import Costs
 from fasteagle.drafting.ladder import NGRAM_RANKS, ranks_of
 from fasteagle.drafting.pauses import BLOCK
-from fasteagle.drafting.policy import LOOKED_UP, LOOKED_UP_ROW, REACH, Outcome, Policy, name
+from fasteagle.drafting.policy import (
+    COPIED,
+    LOOKED_UP,
+    LOOKED_UP_ROW,
+    REACH,
+    Average,
+    Outcome,
+    Policy,
+    name,
+)
 from fasteagle.drafting.thresholds import Honesty, Thresholds
 from fasteagle.shapes import FusedShape, GatedChain, TreeShape
 from helpers import costs
@@ -107,6 +116,7 @@ def test_time_is_worth_what_plain_passes_bring_at_least():
         policy.learn(CHAIN, Outcome(0, 0, 2, True, ms=6.0))
     assert policy.expectations()[1][1] > 1.5 * policy.plain_ms
     assert policy.speed == 1 / policy.plain_ms
+    assert policy.head_gain == 0  # no less while it is tried
 
 
 def test_an_interruption_says_little_about_the_time_of_a_cycle():
@@ -173,6 +183,10 @@ def test_the_lookup_goes_on_while_the_head_pauses():
         copied = Outcome(3, 3, 4, ms=5.0, verify_ms=4.9)
         alone.learn(chain, copied if i % 2 else Outcome(ms=2.6, verify_ms=2.5))
         assert alone.next_shape == chain and alone.head_gain is None
+    before = alone.lookup_threshold
+    for _ in range(50):  # no plain pass comes, and rows have become slower
+        alone.learn(chain, Outcome(3, 3, 4, ms=15.0, verify_ms=14.9))
+    assert alone.lookup_threshold > 1.5 * before
 
 
 # Ladders
@@ -217,6 +231,25 @@ def test_a_size_that_only_looks_up_teaches_nothing_of_the_head():
     for _ in range(50):
         policy.learn(alone, Outcome(12, 12, 15, ms=5.0))
     assert policy.accepted(both) == before
+
+
+@pytest.mark.parametrize("n", [COPIED - 1, COPIED])
+def test_from_how_many_looked_up_tokens_on_a_text_counts_as_copied(n):
+    policy = policy_of(TREES, shape := FusedShape(3, 2, 15, 8), lookup=True)
+    policy.learn(shape, Outcome(4, n, 15, ms=5.0))
+    before = policy.accepted(shape)
+    policy.learn(shape, Outcome(12, 0, 15, ms=5.0))
+    assert (policy.accepted(shape) == before) == (n == COPIED)
+
+
+@pytest.mark.parametrize(("gain", "changes"), [(1.02, False), (1.05, True)])
+def test_another_size_must_promise_more_than_the_one_in_use(gain, changes):
+    policy = policy_of(TREES, TreeShape(1, 2, 2), TreeShape(3, 3, 8))
+    used = policy.next_shape
+    (other,) = {*policy.shapes} - {used}
+    ratio = policy._speed(other, False) / policy._speed(used, False)
+    policy._sizes[other].ms = Average(policy._sizes[other].ms.prior * ratio / gain)
+    assert (policy._best() == other) == changes
 
 
 def test_what_another_size_brought_is_forgotten_with_time():
@@ -282,3 +315,4 @@ def test_its_line_says_what_is_measured():
 def test_rows_over_the_largest_timed_pass_cost_time(rows):
     """They are those of a further pass, not free."""
     assert policy_of(SLOW).row_ms(rows, 4) == pytest.approx(SLOW.passes[32] / 32)
+    assert policy_of(SLOW).pass_ms(64) == 2 * SLOW.passes[32]
