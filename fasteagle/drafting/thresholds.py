@@ -26,7 +26,7 @@ class Thresholds(NamedTuple):
         ratios = [honesty.ratio(depth) for depth in range(LONGEST)]
         verify = [between(row / ratio) for ratio in ratios]
         expand = [between((row + level) / NEXT_ACCEPTED / ratio) for ratio in ratios]
-        return cls(tuple(verify), tuple(map(max, verify, expand)))
+        return cls(tuple(verify), tuple(expand))
 
 
 class Honesty:
@@ -37,8 +37,8 @@ class Honesty:
         self._accepted = list(self._promised)
 
     def learn(self, promised: Sequence[float], accepted: int) -> None:
-        """Count a chain whose first `accepted` tokens were accepted."""
-        for depth, probability in enumerate(promised[:LONGEST]):
+        """Count a chain of at most `LONGEST` tokens, whose first `accepted` were accepted."""
+        for depth, probability in enumerate(promised):
             self._promised[depth] = MEMORY * self._promised[depth] + probability
             self._accepted[depth] = MEMORY * self._accepted[depth] + (depth < accepted)
 

@@ -34,6 +34,8 @@ def test_a_ladder_has_few_sizes_that_fit_what_was_timed(fused):
     assert {size.topk for size in ladder(flat, DEFAULT_RANKS, shape, 2)} == (
         {1, 2} if fused else {2}
     )
+    few = dataclasses.replace(flat, passes={1: 10.0, 8: 10.0})  # of more rows none is timed
+    assert all(size.rows <= 8 for size in ladder(few, DEFAULT_RANKS, shape, 8))
 
 
 def test_a_drafter_without_a_head_has_chains_of_looked_up_tokens():
