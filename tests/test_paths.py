@@ -106,6 +106,20 @@ def test_another_process_may_be_faster_at_the_last_moment(tmp_path, monkeypatch)
     assert [p.name for p in tmp_path.rglob("*")] == ["out", "x"]
 
 
+def test_an_index_comes_last_into_a_folder_that_is_there(tmp_path, monkeypatch):
+    moved, replace = [], os.replace
+
+    def replace_and_note(source, place):
+        moved.append(place.name)
+        replace(source, place)
+
+    monkeypatch.setattr("fasteagle.paths.os.replace", replace_and_note)
+    with atomic_dir(tmp_path) as folder:
+        for name in ("model.index.json", "tensors"):
+            (folder / name).write_text("")
+    assert moved == ["tensors", "model.index.json"]
+
+
 def test_folders_of_killed_runs_go_and_those_of_others_stay(tmp_path):
     code = f"""
 from pathlib import Path
@@ -197,13 +211,16 @@ def test_a_user_without_a_home_has_a_temporary_one_that_is_its_own(monkeypatch, 
     monkeypatch.setattr(Path, "home", raising(RuntimeError("Could not determine home directory.")))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     usual = tmp_path / f"fasteagle-{os.getuid()}"
-    for made in ("now", "before", "by others", "a link"):
+    for made in ("now", "before", "by its group", "by others", "a link", "of another user"):
         paths._temporary_home.cache_clear()
-        if made == "by others":
-            usual.chmod(0o777)
+        if made.startswith("by "):
+            usual.chmod(0o770 if made == "by its group" else 0o702)
         if made == "a link":
             usual.rmdir()
             usual.symlink_to(tmp_path)
+        if made == "of another user":
+            usual = tmp_path / f"fasteagle-{(other := os.getuid() + 1)}"
+            monkeypatch.setattr(os, "getuid", lambda: other)
         is_own = made in ("now", "before")
         place = cache_dir()
         assert place.is_relative_to(usual) == is_own and place.is_relative_to(tmp_path), made
@@ -241,12 +258,13 @@ def test_a_part_of_the_cache_that_cannot_be_written(tmp_path, monkeypatch):
         assert (cache_dir() / "tokenizers" / name).read_text() == "x"
 
 
-def test_temporary_files_of_killed_runs_go(tmp_path):
-    target = tmp_path / "state.pt"
-    old, other = (tmp_path / f".state.pt-{name}.partial" for name in ("ab", "cd"))
+@pytest.mark.parametrize("name", ["state.pt", "state[1].pt"])
+def test_temporary_files_of_killed_runs_go(tmp_path, name):
+    target = tmp_path / name
+    old, other = (tmp_path / f".{name}-{end}.partial" for end in ("ab", "cd"))
     for place in (old, other):
         place.mkdir()
-        (place / "state.pt").write_text("part")
+        (place / name).write_text("part")
     handle = os.open(other, os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_SH)  # its process runs
     with replacing(target) as temporary:

@@ -38,6 +38,13 @@ def test_by_which_names_a_server_may_be_called(listens_on, statuses):
     assert tuple(ask(options, host) for host in ("[::1]:80", "10.0.0.7", "Box.lan")) == statuses
 
 
+def test_two_names_of_a_server_are_none():
+    """Which one counts, a proxy and the server may judge differently."""
+    client = TestClient(Guard(PlainTextResponse("in"), ServeOptions(), None))
+    for others, status in (([], 200), ([("host", "example.org")], 403)):
+        assert client.get("/", headers=[("host", "localhost"), *others]).status_code == status
+
+
 @pytest.mark.parametrize("parts", [[b"x" * 2**10], [b"x"] * 2**10])
 def test_a_body_may_be_as_large_as_the_limit(parts):
     async def read(most):
