@@ -61,7 +61,7 @@ def test_a_folder_appears_whole_with_the_usual_permissions(tmp_path, monkeypatch
                 (folder / name).write_text(name)
             assert not (target / "b").exists()
     finally:
-        os.umask(mask)
+        assert os.umask(mask) == 0o022
     assert sorted(p.name for p in target.iterdir()) == ["a.index.json", "b"]
     assert target.stat().st_mode & 0o777 == 0o755
     assert [p.name for p in tmp_path.iterdir()] == ["out"]

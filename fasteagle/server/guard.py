@@ -87,7 +87,7 @@ class Guard:
         return address.is_loopback or not is_loopback(self._options.host)
 
     def _keyless(self, scope: Scope, headers: Headers) -> Response | None:
-        if self._key is None or scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
+        if self._key is None or scope["path"] in OPEN_PATHS:
             return None
         scheme, _, key = headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer" and hmac.compare_digest(key.encode("latin-1"), self._key):

@@ -24,6 +24,7 @@ from fasteagle.model import KEY_BLOCK, KVCache, Target, Transformer, causal_mask
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import SamplingMode, gumbel_noise
 from fasteagle.shapes import PAPER_TREE, TreeShape
+from fasteagle.state import Committed
 from fasteagle.tree import DraftTree, ancestor_mask
 from head_files import load_head
 from helpers import (
@@ -249,6 +250,10 @@ def test_a_tree_has_room_after_any_text():
         drafter.reserve(KEY_BLOCK - 8)
         prediction = Prediction(torch.randn(1, 60), torch.randn(1, 32))
         assert drafter.propose(prediction, state, spec_of(drafter.shape)).valid.all()
+    chain = EagleDrafter(head, TreeShape(6, 1, 6), 512)
+    chain.reserve(n := KEY_BLOCK - 5)
+    padded = Committed(torch.zeros(7).long(), torch.randn(7, 32), torch.tensor([1]))
+    assert chain.extend(padded, torch.tensor(n)).logits.isfinite().all()
 
 
 def test_decisions_are_fixed_or_those_of_the_policy_or_of_the_company():

@@ -194,6 +194,7 @@ BAD = [
     (E3, changed("d2t", lambda d2t: d2t[:5]), "d2t and t2d do not agree"),
     (E3, lambda r, s: (s.pop("t2d"), put("d2t", s["d2t"][:5])(r, s)), r"d2t is \(5,\), expected"),
     (E3, lambda r, s: (s.pop("t2d"), s["d2t"].add_(40)), "ascending ids below 60, .*: fetch"),
+    (E3, lambda r, s: (s.pop("t2d"), s["d2t"][-1:].fill_(61 - len(s["d2t"]))), "ids below 60"),
     (E3, lambda r, s: (s.pop("t2d"), s["d2t"].copy_(s["d2t"].flip(0))), "ascending ids below 60"),
     (E1, said(vocab_size=61), "for a vocabulary of 61, the model has 60: .*no-spec"),
     (SP, said(target_hidden_size=64), "for a width of 64, the model has 32"),

@@ -45,6 +45,16 @@ def test_two_names_of_a_server_are_none():
         assert client.get("/", headers=[("host", "localhost"), *others]).status_code == status
 
 
+def test_a_key_may_have_blanks_and_every_method_needs_it():
+    client = TestClient(
+        Guard(PlainTextResponse("in"), ServeOptions(host="testserver"), "two words")
+    )
+    for method in ("GET", "OPTIONS"):
+        for key, status in (("two words", 200), ("words", 401)):
+            headers = {"authorization": f"Bearer {key}"}
+            assert client.request(method, "/v1/models", headers=headers).status_code == status
+
+
 @pytest.mark.parametrize("parts", [[b"x" * 2**10], [b"x"] * 2**10])
 def test_a_body_may_be_as_large_as_the_limit(parts):
     async def read(most):
