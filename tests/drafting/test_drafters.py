@@ -250,10 +250,11 @@ def test_a_tree_has_room_after_any_text():
         drafter.reserve(KEY_BLOCK - 8)
         prediction = Prediction(torch.randn(1, 60), torch.randn(1, 32))
         assert drafter.propose(prediction, state, spec_of(drafter.shape)).valid.all()
-    chain = EagleDrafter(head, TreeShape(6, 1, 6), 512)
-    chain.reserve(n := KEY_BLOCK - 5)
+    n, shape = KEY_BLOCK - 5, TreeShape(6, 1, 6)
     padded = Committed(torch.zeros(7).long(), torch.randn(7, 32), torch.tensor([1]))
-    assert chain.extend(padded, torch.tensor(n)).logits.isfinite().all()
+    for chain in (EagleDrafter(head, shape, 512), ModelDrafter(Target(target), shape, 512, 60)):
+        chain.reserve(n)
+        assert chain.extend(padded, torch.tensor(n)).logits.isfinite().all()
 
 
 def test_decisions_are_fixed_or_those_of_the_policy_or_of_the_company():

@@ -153,6 +153,15 @@ def aux_ids(*ids):
     return change
 
 
+def wide(missing):
+    def change(raw, state):
+        raw |= {"hidden_size": 64, "target_hidden_size": 32}
+        state |= dict.fromkeys(("embed_tokens.weight", "lm_head.weight"), torch.ones(60, 64))
+        del state[missing]
+
+    return change
+
+
 def renamed(name, other):
     def change(raw, state):
         state[other] = state.pop(name)
@@ -199,6 +208,8 @@ BAD = [
     (E1, said(vocab_size=61), "for a vocabulary of 61, the model has 60: .*no-spec"),
     (SP, said(target_hidden_size=64), "for a width of 64, the model has 32"),
     (SP, said(transformer_layer_config=None), "config.json"),
+    (E3, wide("embed_tokens.weight"), "a head 64 wide for a model 32 wide needs an embedding"),
+    (E3, wide("lm_head.weight"), "a head 64 wide for a model 32 wide needs an embedding"),
     *((E3, changed("d2t", lambda d2t, t=t: d2t.to(t)), None) for t in UNSIGNED),
     (E3, changed("t2d", lambda t2d: t2d.to(torch.uint16)), None),
     (E1, put("d2t", torch.tensor(3)), r"d2t is \(\), expected \(1,\): fetch"),
