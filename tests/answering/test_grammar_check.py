@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from fasteagle import trial
 from fasteagle.answering import grammar_check
 from fasteagle.answering.grammar import GrammarCompiler
 from fasteagle.errors import FasteagleError
@@ -83,3 +84,10 @@ def test_files_where_the_person_is_are_not_run(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     grammar_check.try_grammar("regex", f"of {re.escape(name)}")
     assert not (tmp_path / "executed").exists()
+
+
+def test_packages_beside_ours_do_not_replace_modules_of_python(tmp_path, monkeypatch):
+    (tmp_path / "json.py").write_text("raise SystemExit(9)")
+    (tmp_path / "probe.py").write_text("import json\ndef main(): print(json.loads('7'))")
+    monkeypatch.setattr(trial, "PACKAGE", str(tmp_path))
+    assert trial.run_trial("probe", [], 60) == "7\n"

@@ -7,6 +7,7 @@ import torch
 
 from fasteagle.drafting.lookup import (
     KEY_BITS,
+    MEMORY,
     NOTHING,
     RAREST,
     WINDOW,
@@ -159,6 +160,15 @@ def test_a_cycle_adds_one_token_more_than_were_proposed(more, tried):
     lookup.propose(*in_buffer(text), 2)
     lookup.propose(*in_buffer(text + more), 2)
     assert (lookup.table - prior())[:, 1, 0].tolist() == [tried, tried]
+
+
+def test_what_was_counted_long_ago_counts_little():
+    lookup = Lookup()
+    lookup.table[:] = 10 * MEMORY
+    for text in ([1, 2, 3, 1, 2], [1, 2, 3, 1, 2, 9]):
+        lookup.propose(*in_buffer(text), 4)
+    tried, right = lookup.table[:, 1, 0].tolist()
+    assert tried == pytest.approx(MEMORY) and right < tried
 
 
 def test_a_token_that_was_never_right_is_tried_again():

@@ -25,7 +25,8 @@ from fasteagle.options import ServeOptions
 from fasteagle.server import app, run
 from fasteagle.server.job import Job, TimedOutError, groups
 from fasteagle.server.log import Record
-from fasteagle.server.queue import QueueFullError
+from fasteagle.server.metrics import Metrics
+from fasteagle.server.queue import AnswerQueue, QueueFullError, ShuttingDownError
 
 both = pytest.mark.parametrize("loaded", [1, 4], ids="parallel={}".format, indirect=True)
 
@@ -306,6 +307,31 @@ def test_a_finished_answer_that_is_not_read_has_not_timed_out():
         return job.outcome
 
     assert asyncio.run(outcome()) == "length"
+
+
+def test_an_answer_whose_time_is_over_leaves_the_queue_though_nobody_reads():
+    async def left():
+        job, has_left = Job(), asyncio.Event()
+        job.on_leave = lambda job: has_left.set()
+        job.limit(0.0)
+        await asyncio.wait_for(has_left.wait(), 0.9)
+        assert job.cancelled.is_set() and job.outcome == "timeout"
+
+    asyncio.run(left())
+
+
+def test_what_lacks_memory_while_the_server_ends_is_refused():
+    async def refused():
+        queue = AnswerQueue(SimpleNamespace(answers=SimpleNamespace(size=1)), 1, Metrics("tiny"))
+        job = Job()
+        queue.drain()
+        queue._running[job] = None
+        queue._put_back(job)
+        with pytest.raises(ShuttingDownError):
+            await asyncio.wait_for(anext(groups([job])), 0.9)
+        queue.stop()
+
+    asyncio.run(refused())
 
 
 def test_the_time_for_an_answer_begins_when_its_request_comes():
