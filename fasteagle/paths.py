@@ -239,9 +239,6 @@ def _temporary(place: Path, name: str) -> Iterator[Path]:
 
 def remove_damaged(folder: Path) -> None:
     """Remove a folder of the cache, which another process may make again at the same time."""
-    if folder.is_symlink():  # into a cache that cannot be written
-        folder.unlink()
-        return
     with contextlib.suppress(OSError), _temporary(folder.parent, folder.name) as place:
         folder.replace(place / folder.name)
 

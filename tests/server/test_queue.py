@@ -320,10 +320,13 @@ def test_an_answer_whose_time_is_over_leaves_the_queue_though_nobody_reads():
     asyncio.run(left())
 
 
-def test_what_lacks_memory_while_the_server_ends_is_refused():
+def test_answers_that_do_not_begin_are_counted_or_refused():
     async def refused():
         queue = AnswerQueue(SimpleNamespace(answers=SimpleNamespace(size=1)), 1, Metrics("tiny"))
-        job = Job()
+        job, other = Job(), Job()
+        other.cancelled.set()  # a client that leaves while its answer is about to begin
+        queue._waiting.append(other)
+        assert queue._next() is None and other.outcome == "cancelled"
         queue.drain()
         queue._running[job] = None
         queue._put_back(job)

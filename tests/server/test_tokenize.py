@@ -49,6 +49,7 @@ def test_the_longest_text_and_the_most_messages_that_are_read(live):
         assert post(live, "/tokenize", prompt="x" * (16 * most + more)).status_code == status
         messages = [{"role": "user", "content": ""}] * (most + more)
         assert post(live, "/tokenize", messages=messages).status_code == status
+    assert live.server.queue.n_waiting == 0  # neither has a place any more
 
 
 def test_the_last_token_and_the_first_that_is_none(live):
