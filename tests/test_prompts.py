@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fasteagle.errors import FasteagleError
-from fasteagle.prompts import Question, read_conversations, read_questions
+from fasteagle.prompts import Conversation, Question, read_conversations, read_questions
 
 # What line 2 is, after one that is right, and what its error says.
 BAD_QUESTIONS = [
@@ -51,6 +51,12 @@ def test_bad_conversations(tmp_path, line, message):
     with pytest.raises(FasteagleError) as caught:
         read_conversations(path, 300, 512)
     assert str(caught.value).startswith(f"{path}, line 2: ") and message in str(caught.value)
+
+
+def test_the_shortest_answer_that_is_read(tmp_path):
+    path = tmp_path / "c.jsonl"
+    path.write_text('{"ids": [1, 2, 3], "prompt_len": 1}\n{"ids": [1, 2, 3, 4], "prompt_len": 1}')
+    assert read_conversations(path, 300, 512) == [Conversation([1, 2, 3, 4], 1)]
 
 
 @pytest.mark.parametrize(

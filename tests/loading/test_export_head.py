@@ -18,7 +18,7 @@ from fasteagle.loading.heads.write import HeadTarget, check_exportable, export_h
 from fasteagle.model import KVCache, causal_mask
 from head_files import load_head
 from head_folders import AUX_LAYERS, head_for
-from helpers import invoke, random_head, random_target, save_tiny, tiny_config
+from helpers import invoke, raising, random_head, random_target, save_tiny, tiny_config
 
 E1, E3 = "official EAGLE-1/2", "official EAGLE-3"
 LLAMA3 = Llama3RopeScaling(8.0, 1.0, 4.0, 64)
@@ -143,6 +143,14 @@ def test_an_empty_folder_stays_where_nothing_is_exported(tmp_path, has_head):
     result = invoke("export-head", tmp_path / "head", "--to", "specforge", "-o", out)
     assert result.exit_code == 2 and "Traceback" not in result.stderr, result.stderr
     assert out.is_dir()
+
+
+def test_an_export_that_fails_leaves_nothing(target, tmp_path, monkeypatch):
+    saved(tmp_path / "ours", E3)
+    monkeypatch.setattr("fasteagle.loading.heads.write.write_json", raising(OSError(28, "full")))
+    with pytest.raises(OSError, match="full"):
+        export_head(open_head(tmp_path / "ours"), "specforge", tmp_path / "out", target)
+    assert not (tmp_path / "out").exists()
 
 
 BAD = [

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from types import SimpleNamespace
 
 import pytest
+from starlette.testclient import TestClient
 
 from fasteagle import llm
 from fasteagle.cli import serve
 from fasteagle.loading import open as opening
+from fasteagle.options import GrammarSpec
 from fasteagle.server.protocol import ChatRequest
-from helpers import invoke, raising
+from helpers import THINKING_TEMPLATE, invoke, raising
 from hub_cache import REPO, forbid, put_in_cache
 
 
@@ -45,6 +48,23 @@ def test_the_seed_of_the_command_line(serve_dir, started, seed):
     seeds = {plan.answers[0].params.seed for plan in plans}
     assert seeds == {7} if seed else len(seeds) == 3
     assert planner.chat(ChatRequest(**body, seed=5)).answers[0].params.seed == 5
+
+
+def test_how_the_command_line_says_to_answer(serve_dir, tmp_path, started):
+    start, servers = started
+    folder = shutil.copytree(serve_dir, tmp_path / "thinking")
+    (folder / "chat_template.jinja").write_text(THINKING_TEMPLATE)
+    words = ["--no-think", "--system", "Be brief.", "--regex", "a+", "--api-key", "k"]
+    done = start(folder, *words)
+    assert done.exit_code == 0, done.output
+    (server,) = servers
+    defaults = server.planner._defaults
+    assert (defaults.think, defaults.system) == (False, "Be brief.")
+    assert defaults.form == GrammarSpec("regex", "a+")
+    client = TestClient(server.app, headers={"host": "localhost"})
+    assert client.get("/v1/models").status_code == 401
+    server.queue.stop()
+    assert start(folder, "--regex", "(").exit_code == 2 and len(servers) == 1
 
 
 @pytest.mark.parametrize(("number", "n"), [((), 4), (("8",), 8), (("0",), 0), (("9",), 0)])
