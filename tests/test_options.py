@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fasteagle.errors import FasteagleError
-from fasteagle.options import DraftOptions
+from fasteagle.options import DraftOptions, RuntimeOptions
 from fasteagle.shapes import FusedShape
 
 
@@ -38,3 +38,9 @@ def test_a_depth_of_looked_up_chains_asks_for_lookups():
     for drafter, tree in (("eagle", None), ("auto", "tree.json")):
         with pytest.raises(FasteagleError, match="lookup-depth 32 is for drafters that look up"):
             DraftOptions(drafter, lookup_depth=32, tree_file=tree)
+
+
+def test_a_dtype_is_one_of_our_own_weights():
+    """The benchmark compares torchao's formats with dense weights."""
+    quantized = RuntimeOptions(quant="int4", backend="torchao")
+    assert quantized.at("bf16") == RuntimeOptions(dtype="bf16")

@@ -25,8 +25,7 @@ from fasteagle.options import ServeOptions
 from fasteagle.server import app, run
 from fasteagle.server.job import Job, TimedOutError, groups
 from fasteagle.server.log import Record
-from fasteagle.server.metrics import Metrics
-from fasteagle.server.queue import AnswerQueue, QueueFullError, ShuttingDownError
+from fasteagle.server.queue import QueueFullError
 
 both = pytest.mark.parametrize("loaded", [1, 4], ids="parallel={}".format, indirect=True)
 
@@ -318,23 +317,6 @@ def test_an_answer_whose_time_is_over_leaves_the_queue_though_nobody_reads():
         assert job.cancelled.is_set() and job.outcome == "timeout"
 
     asyncio.run(left())
-
-
-def test_answers_that_do_not_begin_are_counted_or_refused():
-    async def refused():
-        queue = AnswerQueue(SimpleNamespace(answers=SimpleNamespace(size=1)), 1, Metrics("tiny"))
-        job, other = Job(), Job()
-        other.cancelled.set()  # a client that leaves while its answer is about to begin
-        queue._waiting.append(other)
-        assert queue._next() is None and other.outcome == "cancelled"
-        queue.drain()
-        queue._running[job] = None
-        queue._put_back(job)
-        with pytest.raises(ShuttingDownError):
-            await asyncio.wait_for(anext(groups([job])), 0.9)
-        queue.stop()
-
-    asyncio.run(refused())
 
 
 def test_the_time_for_an_answer_begins_when_its_request_comes():
