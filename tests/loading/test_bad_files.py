@@ -71,6 +71,7 @@ BAD = [
     (HEADER, {"ranks": [[0.5], [2]]}, "its header: ranks is [[0.5], [2]]: must be lists of"),
     (HEADER, {"ranks": [[0.5], []]}, "its header: ranks is [[0.5], []]: must be lists of"),
     (HEADER, {"target_fingerprint": 4}, "its header: target_fingerprint is 4: must be a text"),
+    (HEADER, {"scheme": 4}, "its header: scheme is 4: must be a text"),
     (HEADER, "[1]", "its header must be a JSON object"),
     # Whole files
     (CONFIG, "{", "cannot be read as JSON"),

@@ -202,6 +202,10 @@ def test_without_a_model(tmp_path):
     with pytest.raises(FasteagleError, match="do not say the auxiliary layers, .*: add --model"):
         export_head(open_head(tmp_path / "out"), "specforge", tmp_path / "more")
     assert not (tmp_path / "more").exists()
+    raw["max_position_embeddings"] = 2**22  # of which an engine would make a table
+    (tmp_path / "out" / "config.json").write_text(json.dumps(raw))
+    export_head(open_head(tmp_path / "out"), "specforge", tmp_path / "long")
+    assert f'"max_position_embeddings": {2**20},' in (tmp_path / "long/config.json").read_text()
     del raw["max_position_embeddings"]
     (tmp_path / "out" / "config.json").write_text(json.dumps(raw))
     with pytest.raises(FasteagleError, match="do not say how long texts are: add --model"):

@@ -325,6 +325,8 @@ def test_follow_ups_compute_only_what_is_new_though_conversations_alternate(clie
                 new = reply.usage.prompt_tokens - cached
                 assert new < 240, (turn, person, new)  # the question, not what came before
                 assert cached > 200 * turn
+    # A continuation keeps the tokens that were generated, whatever the tokenizer would choose.
+    assert "bert asks 2" in live.llm.texts._known[0][0]
 
 
 def test_health_metrics_and_page(client, name, live):

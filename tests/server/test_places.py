@@ -17,8 +17,22 @@ from fasteagle.server.metrics import Metrics
 from fasteagle.server.queue import AnswerQueue, QueueFullError, ShuttingDownError
 
 
-def idle_queue():
-    return AnswerQueue(SimpleNamespace(answers=SimpleNamespace(size=1)), 1, Metrics("tiny"))
+def idle_queue(size=1):
+    return AnswerQueue(SimpleNamespace(answers=SimpleNamespace(size=size)), 1, Metrics("tiny"))
+
+
+@pytest.mark.parametrize(("seconds", "after"), [(10.0, 15), (0.01, 1)])
+def test_when_to_come_back_is_guessed_by_how_many_are_answered_at_once(seconds, after):
+    async def refused():
+        queue = idle_queue(2)
+        queue._mean_seconds = seconds
+        queue._waiting.extend(Job() for _ in range(3))
+        with pytest.raises(QueueFullError) as caught:
+            queue.admit(Job())
+        queue.stop()
+        return caught.value.retry_after
+
+    assert asyncio.run(refused()) == after
 
 
 def test_who_wants_no_answer_does_not_wait_for_those_of_others():
