@@ -99,6 +99,9 @@ def test_one_shot_answer_is_alone_on_stdout(tiny_dir):
     quiet = invoke(*arguments, "--quiet")
     assert quiet.stdout_bytes == done.stdout_bytes and quiet.stderr == ""
     assert len(done.stdout_bytes) > 1
+    longer = invoke(*arguments, "--system", "Be brief.")
+    sizes = [int(re.search(r"prefill (\d+) tok", each.stderr)[1]) for each in (done, longer)]
+    assert sizes[1] - sizes[0] >= len("Be brief.")  # a token each
 
 
 def test_one_shot_says_why_nothing_is_captured(tiny_dir, monkeypatch):

@@ -106,10 +106,10 @@ def test_a_tied_model_gives_its_embedding_twice(tmp_path):
     model = random_target(tiny_config(n_layer=8))
     own = Eagle3Config(AUX_LAYERS, target_dim=32, own_lm_head=False)
     head = random_head(model, eagle3=own, fc_bias=False)
-    save_head(tmp_path / "ours", head, {}, torch.bfloat16)
+    save_head(tmp_path / "ours", head, {}, tied.tensor("embed_tokens.weight").dtype)
     export_head(open_head(tmp_path / "ours"), "speculators", tmp_path / "out", tied)
     state = load_file(tmp_path / "out" / "model.safetensors")
-    assert torch.equal(state["lm_head.weight"], tied.tensor("embed_tokens.weight").bfloat16())
+    assert torch.equal(state["lm_head.weight"], tied.tensor("embed_tokens.weight"))
     assert torch.equal(state["lm_head.weight"], state["embed_tokens.weight"])
     assert "d2t" not in state
     loaded, _ = load_head(tmp_path / "out", tied.checkpoint.config)

@@ -239,7 +239,7 @@ def test_metadata_that_is_wrong(target, tokenizer, tmp_path, monkeypatch, key, v
     [
         ("d2t", np.zeros(30, np.float32), "d2t is F32 of shape .30,.: must be a list of I32 or"),
         ("d2t", np.zeros((30, 1), np.int64), "d2t is I64 of shape .30, 1.: must be a list"),
-        ("blk.0.attn_q.weight", np.zeros((30, 64), np.float32), "q_proj.weight is .30, 64., expec"),
+        ("blk.0.attn_q.weight", np.zeros((33, 64), np.float32), "q_proj.weight is .33, 64., expec"),
         ("fc.weight", np.zeros((32, 64), np.float32), "fc reads 64 values, 2 layers of 32, but"),
         (
             "rope_freqs.weight",

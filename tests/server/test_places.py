@@ -62,6 +62,7 @@ def test_answers_that_do_not_begin_are_counted_or_refused():
         with pytest.raises(ShuttingDownError):
             await asyncio.wait_for(anext(groups([job])), 0.9)
         queue.stop()
+        assert not queue._thread.is_alive()
 
     asyncio.run(refused())
 
