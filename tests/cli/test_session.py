@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
+from fasteagle.answering.known_texts import Prompt
 from fasteagle.cli.session import ChatSession
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.llm import LLM
 from fasteagle.loading.tokenizer import load_tokenizer
-from fasteagle.options import AnswerOptions, SamplingParams
+from fasteagle.options import AnswerOptions, GrammarSpec, SamplingParams
 from helpers import TINY_VOCAB, Letters, raising
 
 
@@ -118,6 +120,20 @@ def test_a_full_context_drops_the_oldest_turns_and_says_so(model, session):
     assert session.turns[-2]["content"] == "question number 7"
     assert len(session.turns) < 16
     assert session.turns[0]["role"] == "user"
+
+
+def test_each_prompt_of_a_full_context_is_made_for_the_form():
+    forms = []
+
+    def prompt(messages, think, form):
+        forms.append(form)
+        return Prompt("", [1] * 20 * len(messages))
+
+    llm = SimpleNamespace(engine=SimpleNamespace(max_seq_len=64), prompt=prompt)
+    session = ChatSession(llm, SamplingParams(), AnswerOptions(4), form=GrammarSpec("regex", "a"))
+    session.turns = [{"role": "user", "content": ""}] * 5
+    session._fit()
+    assert forms == [session.form] * 2 and len(session.turns) == 3
 
 
 def test_an_answer_that_fills_the_context_says_so(model, session):

@@ -184,6 +184,7 @@ BAD = [
     *((name, put("more.weight", torch.ones(2)), "unknown more.weight: fetch") for name in DIALECTS),
     *((name, changed("fc.weight", torch.t), r"fc.weight is .*, expected ") for name in DIALECTS),
     *((name, changed("fc.weight", torch.Tensor.char), "is int8, expected 16") for name in DIALECTS),
+    (E1, changed("fc.weight", lambda w: w.to(torch.float8_e5m2)), "float8_e5m2, expected 16"),
     *((name, dropped("norm.weight"), "missing norm.weight") for name in NAMES),
     *((name, dropped("d2t"), "missing d2t: fetch") for name in NAMES),
     (E1, dropped("fc.bias"), "missing fc.bias"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
+from unittest import mock
 
 import httpx
 import pytest
@@ -12,6 +13,7 @@ from live_server import CHAT, SHORT, serving
 from fasteagle.answering import several
 from fasteagle.answering.answer import Chunk
 from fasteagle.options import ServeOptions
+from fasteagle.server import run
 from fasteagle.server.job import Job, groups
 from fasteagle.server.metrics import Metrics
 from fasteagle.server.queue import AnswerQueue, QueueFullError, ShuttingDownError
@@ -80,3 +82,11 @@ def test_the_time_ends_for_each_of_several_answers(loaded, monkeypatch):
     with serving(loaded, ServeOptions(port=0, timeout=0.4)) as hasty:
         body = {**SHORT, "n": 2, "seed": 7, "stream": False}
         assert httpx.post(hasty.url + CHAT, json=body, timeout=3.0).status_code == 504
+
+
+def test_nothing_is_watched_once_a_connection_is_lost(monkeypatch):
+    monkeypatch.setattr(run.H11Protocol, "connection_lost", lambda self, error: None)
+    protocol = run.Protocol.__new__(run.Protocol)
+    protocol._timer, protocol._stalled = timers = mock.Mock(), mock.Mock()
+    protocol.connection_lost(None)
+    assert all(timer.cancel.called for timer in timers)
