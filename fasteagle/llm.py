@@ -14,6 +14,7 @@ from fasteagle.answering.grammar import GrammarCompiler
 from fasteagle.answering.keywords import (
     AnswerKeywords,
     check_extras,
+    check_loading,
     check_text,
     checked_ids,
     checked_name,
@@ -342,7 +343,7 @@ def load(
     `prefix_cache_gb` keeps the last conversations' keys and values in main memory. `notify`
     receives remarks for the user. Raises `FasteagleError` with the value, the limit and the fix.
     """
-    check_text("precision", precision)
+    check_loading(precision, drafter, compile, notify)
     check_precision(precision)
     runtime = RuntimeOptions(device=device, max_seq_len=max_seq_len, threads=threads)
     tree_file = None if tree == "auto" else checked_name("tree", tree)
@@ -350,9 +351,8 @@ def load(
     if head is not None and drafter in ("none", "ngram"):
         raise FasteagleError(f"head has no meaning with drafter {shown(drafter)}: drop one")
     draft = DraftOptions(drafter=drafter, head=head, tree_file=tree_file)
-    llm = open_llm(
-        checked_name("model", model), runtime.at(precision), draft, notify, prefix_cache_gb
-    )
+    name = checked_name("model", model)
+    llm = open_llm(name, runtime.at(precision), draft, notify, prefix_cache_gb)
     if compile and compile_now(llm.engine):
         tune_now(llm.engine, notify, compiled=True)
     return llm

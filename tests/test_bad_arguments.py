@@ -29,10 +29,15 @@ LOADED = [
     ({"prefix_cache_gb": 1e300}, "prefix-cache 1e+300 is out of range"),
     ({"prefix_cache_gb": -1}, "prefix-cache -1 is out of range"),
     ({"prefix_cache_gb": "1"}, "prefix-cache '1' is not a number"),
+    ({"compile": "no"}, "compile 'no' is neither True nor False"),
+    ({"notify": None}, "notify None is no function"),
+    ({"drafter": "model"}, "drafter 'model' is for the command line: its --draft-model"),
 ]
 REQUESTS = [
     ("x", {"stream": "no"}, "stream 'no' is neither True nor False"),
     ("x", {"speculate": "off"}, "speculate 'off' is neither True nor False"),
+    ("x", {"speculate": None}, "speculate None is neither True nor False"),
+    ("x", {"stream": None}, "stream None is neither True nor False"),
     ({"messages": "x"}, {"think": "off"}, "think 'off' is neither True nor False"),
     ("x", {"temperature": "hot"}, "temperature 'hot' is not a number"),
     ("x", {"top_k": 2.5}, "top-k 2.5 is not a whole number"),

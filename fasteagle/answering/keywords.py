@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from os import PathLike, fspath
 from typing import Any, TypedDict, TypeVar
@@ -56,9 +56,9 @@ def read_keywords(method: str, keywords: AnswerKeywords, **flags: bool | None) -
     if unknown := min(left.keys() - AnswerKeywords.__annotations__.keys(), default=None):
         near = suggest(unknown, [*AnswerKeywords.__annotations__, *flags])
         raise TypeError(f"{method}() got an unexpected keyword argument {unknown!r}{near}")
-    for name, value in {**flags, "speculate": left.get("speculate")}.items():
-        is_flag = value is None or isinstance(value, bool)  # the text "off" would count as True
-        require(is_flag, f"{name} {shown(value)} is neither True nor False")
+    for name, value in {**flags, "speculate": left.get("speculate", True)}.items():
+        if value is not None or name != "think":  # None: as the template says
+            _check_flag(name, value)
     spec = _grammar_spec(left)
     names = {"logit_bias": "bias", "top_logprobs": "n_top", "speculate": "speculate"}
     names |= {name: name for name in ("presence_penalty", "frequency_penalty")}
@@ -71,6 +71,24 @@ def read_keywords(method: str, keywords: AnswerKeywords, **flags: bool | None) -
     if seed is None and not params.greedy:
         params = dataclasses.replace(params, seed=fresh_seed())
     return {"params": params, "options": AnswerOptions(**ends), "spec": spec, **more}
+
+
+def check_loading(
+    precision: str, drafter: str, compile: bool, notify: Callable[[str], None]
+) -> None:
+    """Raise `FasteagleError` for arguments of `fasteagle.load` that no other check sees."""
+    check_text("precision", precision)
+    require(
+        drafter != "model",
+        "drafter 'model' is for the command line: its --draft-model is no argument here",
+    )
+    _check_flag("compile", compile)
+    require(callable(notify), f"notify {shown(notify)} is no function")
+
+
+def _check_flag(name: str, value: object) -> None:
+    # The text "off" would count as True.
+    require(isinstance(value, bool), f"{name} {shown(value)} is neither True nor False")
 
 
 def check_extras(
