@@ -223,10 +223,11 @@ class Company:
             own.rests.count()
             if own.blocks.is_due():
                 own.blocks.begin()
+                return
         size = self._choose_size(policy, own, drafted)
         if not drafted or own.blocks.left or own.rests.probing:
             return
-        if self._speed_of(policy, own, size) < own.blocks.speed:
+        if 0 < self._speed_of(policy, own, size) < own.blocks.speed:
             own.rests.begin()
 
     def _choose_size(self, policy: Policy, own: Sharing, drafted: bool) -> AnyShape:
