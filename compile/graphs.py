@@ -236,21 +236,26 @@ class CapturedRunner(Runner):
         self, step: Callable[[], Any], restore: Callable[[], None], variant: Any = (None, None)
     ) -> Callable[[], None]:
         """Capture `step` in two attempts, as a wait for the device in another thread spoils one."""
-        is_last = False
-        while True:
-            self.captures += 1
-            try:
-                with COMPILING:
-                    replay = self._graphs.capture(step, restore)
-            except Exception as error:
-                self._failures[variant] += 1
-                if is_last or is_out_of_memory(error):
-                    raise
-                is_last = True
-                restore()
-            else:
-                self._failures.pop(variant, None)
-                return replay
+        try:
+            replay = self._try_capture(step, restore, variant)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            restore()
+            replay = self._try_capture(step, restore, variant)
+        self._failures.pop(variant, None)
+        return replay
+
+    def _try_capture(
+        self, step: Callable[[], Any], restore: Callable[[], None], variant: Any
+    ) -> Callable[[], None]:
+        self.captures += 1
+        try:
+            with COMPILING:
+                return self._graphs.capture(step, restore)
+        except Exception:
+            self._failures[variant] += 1
+            raise
 
     @property
     def captured(self) -> int:
