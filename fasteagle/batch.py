@@ -232,6 +232,8 @@ class Batch(Generic[Key, Item]):
         self._company.follow(first.policy)
         self._company.drafts_together = self.engines[0].backend.drafts_together(first)
         shares = len(self._running) > 1 and first.tuning is not None
+        if shares:
+            self._company.expect(len(self._running))
         for run in self._running.values():
             drafter = run.engine.drafter
             if drafter is not None:

@@ -232,6 +232,17 @@ def test_the_time_between_two_steps_is_not_that_of_a_cycle(monkeypatch):
     assert min(ms) < 150
 
 
+def test_decisions_are_for_all_that_are_under_way(native, tmp_path):
+    engine, _ = native[8]
+    engine.use(fused(engine, tmp_path))
+    several, expected = Batch(engine, 3), []
+    several._company.expect = expected.append
+    for key in range(3):
+        begin(several, key, ([9, 10], SamplingParams(), 30))
+    several.close()
+    assert expected == [2, 3, 2]
+
+
 def test_the_time_of_a_shared_pass_is_not_that_of_the_answer_that_remains(native, tmp_path):
     engine, _ = native[8]
     engine.use(fused(engine, tmp_path))

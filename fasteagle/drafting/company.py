@@ -119,6 +119,14 @@ class Company:
             self.head_gain = None
         self.policy = policy
 
+    def expect(self, n: int) -> None:
+        """Decide for `n` sequences, until a pass shows how many take part."""
+        if self.policy is None:
+            return
+        self._now = self._sharing(self.policy, n)
+        if self.policy.is_gated:
+            self._set_prices(self.policy, self._now)
+
     @property
     def next_shape(self) -> AnyShape | None:
         """Shape of the next tree of a sequence; None for a plain row."""
@@ -158,15 +166,19 @@ class Company:
         if not shapes or not passes or self.policy is None:
             return
         n = -(-shapes.total() // passes)
-        if n not in self._all:
-            self._all[n] = Sharing(n, self.policy, self._now.blocks.distance)
-            if self._now.gain is not None:  # till it is known better, the head is worth as much
-                self._all[n].gain = Average(self._now.gain.mean())
-        self._now = own = self._all[n]
+        self._now = own = self._sharing(self.policy, n)
         for _ in range(passes):
             self._end_pass(self.policy, own, shapes, accepted / passes, ms / passes)
         if self.policy.is_gated:
             self._set_prices(self.policy, own)
+
+    def _sharing(self, policy: Policy, n: int) -> Sharing:
+        """Return what is known of passes of `n` sequences."""
+        if n not in self._all:
+            self._all[n] = Sharing(n, policy, self._now.blocks.distance)
+            if self._now.gain is not None:  # till it is known better, the head is worth as much
+                self._all[n].gain = Average(self._now.gain.mean())
+        return self._all[n]
 
     def _end_pass(
         self,
