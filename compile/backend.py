@@ -22,6 +22,6 @@ def choose_backend(model: Transformer, kv: str = "auto", advice: Advice | None =
     """
     if model.norm.weight.device.type == "cuda":
         return CudaBackend(model, kv, advice)
-    if kv == "int8":
-        return Backend(over_int8(model), advice)
-    return CpuBackend(model, advice) if runs_on_cpu(model) else Backend(Target(model), advice)
+    if runs_on_cpu(model, kv):
+        return CpuBackend(model, kv, advice)
+    return Backend(over_int8(model) if kv == "int8" else Target(model), advice)

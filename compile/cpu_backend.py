@@ -5,13 +5,15 @@ The weights are packed once, from the modules of a loaded model and of its draft
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor, nn
 
-from fasteagle.compile import cpu_cycles, cpu_pass
+from fasteagle.compile import cpu_cycles, cpu_pass, int8_cache
 from fasteagle.compile.cpu_blocks import MAX_ROWS, NativeBlocks, fits
 from fasteagle.compile.cpu_cycles import CpuRunner
 from fasteagle.compile.cpu_draft import NativeDraft, Text
@@ -21,7 +23,7 @@ from fasteagle.decoding.launch import Capture, Launch
 from fasteagle.decoding.runner import Runner
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.draft_head import under_mask
-from fasteagle.model import EagleHead, Ops, Output, Target, Transformer
+from fasteagle.model import CORE, EagleHead, Ops, Output, Target, Transformer
 from fasteagle.quant.cpu_linear import NativeNorm, in_huge_pages
 from fasteagle.state import CycleSpec, DecodeState
 from fasteagle.tree import Proposal
@@ -32,7 +34,7 @@ class CpuBackend(Backend):
 
     parts = frozenset(("products", "passes", "commits", "drafting"))
 
-    def __init__(self, model: Transformer, advice: Advice | None = None) -> None:
+    def __init__(self, model: Transformer, kv: str = "auto", advice: Advice | None = None) -> None:
         in_huge_pages(model.modules())
         blocks, norm = NativeBlocks(list(model.blocks)), NativeNorm(model.norm)
 
@@ -40,7 +42,9 @@ class CpuBackend(Backend):
             return norm(x)
 
         ops = Ops(norm=final_norm, run_blocks=blocks.run, views=True)
-        super().__init__(Target(model, ops, rows_at_once=MAX_ROWS), advice)
+        self._int8 = kv == "int8"
+        target = int8_cache.over_int8(model, ops) if self._int8 else Target(model, ops)
+        super().__init__(dataclasses.replace(target, rows_at_once=MAX_ROWS), advice)
         self.name = "cpu"
         self._why_not = cpu_pass.why_not(model)
         whole = self._why_not is None
@@ -51,6 +55,11 @@ class CpuBackend(Backend):
     @property
     def pieces(self) -> Pieces:
         return self._pieces
+
+    @property
+    def core(self) -> Target:
+        ops = int8_cache.OPS if self._int8 else CORE
+        return dataclasses.replace(self.target, ops=ops)
 
     def runner(self, state: DecodeState) -> Runner:
         return CpuRunner(self, state)
@@ -118,9 +127,10 @@ class CpuBackend(Backend):
         return line if self._why_not is None else f"{line}; LM head by torch: {self._why_not}"
 
 
-def runs_on_cpu(model: Transformer) -> bool:
-    """Return whether the kernels can run this model's blocks."""
-    return all(fits(block) for block in model.blocks)
+def runs_on_cpu(model: Transformer, kv: str = "auto") -> bool:
+    """Return whether the kernels can run this model's blocks; they read int8 rows in bf16."""
+    reads = kv != "int8" or model.norm.weight.dtype == torch.bfloat16
+    return reads and all(fits(block) for block in model.blocks)
 
 
 def drafts_chains(backend: Backend) -> bool:

@@ -13,6 +13,7 @@
 #include <limits>
 #include <type_traits>
 
+#include "cache.h"
 #include "quantize.h"
 #include "transpose.h"
 #include "vec.h"
@@ -48,12 +49,6 @@ struct Product<Bf16> {
 };
 #endif
 
-struct Heads {
-  int64_t H, G, E;
-  int64_t group() const { return H / G; }
-  int64_t together() const { return E % BLOCK ? 2 : 1; }
-};
-
 // Attention of some rows over one block's cache, in units that threads share.
 template <class C>
 struct Attention {
@@ -66,8 +61,8 @@ struct Attention {
   Heads heads;
   int64_t T, S, key_blocks;
   const Factor* q;  // [G, T * group, E], scaled
-  const C* k;       // [G, S, E]
-  const C* v;       // [G, S, E]
+  const C* k;       // [G, S, E], or rows in 8 bits
+  const C* v;       // like k
   const Visible* seen;
   int64_t row;   // the first of the T rows in `seen`
   float* parts;  // [G, key_blocks, T * group, E + 2]: sums, their weight, the largest score
@@ -80,10 +75,17 @@ struct Attention {
   // i = t * group + head within the group
   const Factor* query(int64_t g, int64_t i) const { return q + (g * queries() + i) * heads.E; }
 
-  // Transposes keys `first` .. `first + n - 1`, W at most, into columns of `turned` [E, WIDE * W],
-  // or of pairs of elements [E / 2, WIDE * W]; further columns are zeros.
-  void turn(int64_t g, int64_t first, int64_t n, float* turned) const {
-    const C* keys = k + (g * S + first) * heads.E;
+  // Returns `n` rows of a cache from `slot` on, in `room` if the cache has them in 8 bits.
+  const C* rows(const C* cache, int64_t g, int64_t slot, int64_t n, C* room) const {
+    if (!heads.packed) return heads.row(cache, S, g, slot);
+    for (int64_t i = 0; i < n; i++)
+      unpack((const int8_t*)heads.row(cache, S, g, slot + i), heads.E, room + i * heads.E);
+    return room;
+  }
+
+  // Transposes n keys, W at most, into columns of `turned` [E, WIDE * W], or of pairs of elements
+  // [E / 2, WIDE * W]; further columns are zeros.
+  void turn(const C* keys, int64_t n, float* turned) const {
     if (n == W) return turn([&](int i) { return keys + i * heads.E; }, turned);
     turn([&](int i) { return i < n ? keys + i * heads.E : NONE; }, turned);
   }
@@ -178,26 +180,32 @@ struct Attention {
     const int64_t shared = std::clamp<int64_t>(seen->shared - first, 0, KEYS);
     float* turned = scratch;                           // [E, WIDE * W]
     float* s = turned + E * WIDE * W + queries() * W;  // [queries, KEYS]
-    const C *all_values = v + g * S * E, *values = all_values + first * E;
-    ahead = values;
+    C* room = (C*)(s + queries() * KEYS);              // [KEYS, E]
+    ahead = heads.row(v, S, g, first);
+    const C* keys = rows(k, g, first, shared, room);
     for (int64_t at = 0; at < shared; at += WIDE * W) {
-      const int64_t keys = std::min<int64_t>(WIDE * W, shared - at);
-      for (int64_t i = 0; i < keys; i += W)
-        turn(g, first + at + i, std::min<int64_t>(W, keys - i), turned + i);
-      some_scores(g, 0, queries(), turned, keys, s + at, KEYS);
+      const int64_t some = std::min<int64_t>(WIDE * W, shared - at);
+      for (int64_t i = 0; i < some; i += W)
+        turn(keys + (at + i) * E, std::min<int64_t>(W, some - i), turned + i);
+      some_scores(g, 0, queries(), turned, some, s + at, KEYS);
     }
     for (int64_t i = 0; i < queries(); i++)
       std::fill(s + i * KEYS + shared, s + (i + 1) * KEYS, -std::numeric_limits<float>::infinity());
-    own_scores(g, first, turned, s);
+    own_scores(g, first, turned, s, room);
 
     for (int64_t i = 0; i < queries(); i++) softmax(s + i * KEYS, part(g, block, i));
     const int64_t width = E + 2;
-    ahead = k + (after % G * S + after / G * KEYS) * E;
+    ahead = heads.row(k, S, after % G, after / G * KEYS);
+    const C* values = rows(v, g, first, shared, room);
     const auto shared_value = [&](int64_t j) { return values + j * E; };
     add_values(weights_of(s, 0), shared_value, shared, queries(), part(g, block, 0), width);
     for (int64_t t = 0; t < T; t++) {
       const auto [begin, end] = own_of(t, first);
-      const auto own_value = [&](int64_t j) { return all_values + begin[j] * E; };
+      for (int64_t j = 0; heads.packed && j < end - begin; j++)
+        rows(v, g, begin[j], 1, room + j * E);
+      const auto own_value = [&](int64_t j) {
+        return heads.packed ? room + j * E : heads.row(v, S, g, begin[j]);
+      };
       add_values(weights_of(s, t * group) + rank_of(t, begin) - first, own_value, end - begin,
                  group, part(g, block, t * group), width);
     }
@@ -223,7 +231,7 @@ struct Attention {
 
   // Computes scores of the rows' own keys, W slots at a time, for the rows that see any of them.
   // The keys of a tree's rows are adjacent; those of a batch's rows are separate for each row.
-  void own_scores(int64_t g, int64_t first, float* turned, float* s) const {
+  void own_scores(int64_t g, int64_t first, float* turned, float* s, C* room) const {
     const int64_t group = heads.group();
     float* all = turned + heads.E * WIDE * W;  // [queries, W]
     Slots left[MAX_ROWS];
@@ -237,7 +245,7 @@ struct Attention {
       const auto seen_by = [&](int64_t t) {
         return left[t].begin < left[t].end && *left[t].begin < slot + n;
       };
-      turn(g, slot, n, turned);
+      turn(rows(k, g, slot, n, room), n, turned);
       for (int64_t t = 0, end; t < T; t = end + 1) {
         for (end = t; end < T && seen_by(end);) end++;
         some_scores(g, t * group, end * group, turned, W, all, W);

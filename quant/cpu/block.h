@@ -90,14 +90,6 @@ void check_tables(const Tensor& cos, const Tensor& sin, int64_t E) {
               "cos and sin are [positions, E]");
 }
 
-// Raises unless all caches are like the first one, [G, S, E].
-void check_caches(at::TensorList caches) {
-  for (const Tensor& cache : caches)
-    TORCH_CHECK(cache.dim() == 3 && cache.is_contiguous() && cache.sizes() == caches[0].sizes() &&
-                    cache.scalar_type() == caches[0].scalar_type(),
-                "contiguous caches of one shape and type");
-}
-
 struct Scratch {
   std::unique_ptr<uint8_t[]> memory;  // without values
   size_t size = 0, used = 0;
@@ -134,7 +126,7 @@ struct Sequence {
   int64_t S, key_blocks;
   const Visible* seen;
   float* parts;  // see `Attention`
-  C *k, *v;      // [G, S, E], of the block that runs
+  C *k, *v;      // see `Attention`, of the block that runs
 
   bool has(int64_t t) const { return t >= first && t < first + T; }
 };
@@ -212,11 +204,13 @@ struct Pass {
       if (h < H) {
         const int64_t g = h / group, at = (g * own->T + t - own->first) * group + h % group;
         rope(in, norm, factor, t, scale, queries + (own->first * H + at) * E);
-      } else if (h < H + G) {
-        rope(in, norm, factor, t, 1.0f, own->k + ((h - H) * own->S + slots[t]) * E);
       } else {
-        C* out = own->v + ((h - H - G) * own->S + slots[t]) * E;
-        for (int64_t e = 0; e < E; e += W) store(out + e, load(in + e));
+        const bool is_key = h < H + G;
+        C* place = heads.row(is_key ? own->k : own->v, own->S, (h - H) % G, slots[t]);
+        C room[MAX_HEAD_DIM], *out = heads.packed ? room : place;
+        if (is_key) rope(in, norm, factor, t, 1.0f, out);
+        for (int64_t e = 0; e < E && !is_key; e += W) store(out + e, load(in + e));
+        if (heads.packed) pack(out, E, (int8_t*)place);
       }
     }
   }
@@ -329,7 +323,7 @@ void arrange(Pass<C>& pass, Scratch& scratch, std::span<const Block> blocks, int
   const int64_t n_qkv = (H + 2 * heads.G) * E;
   pass.key_blocks = (longest + KEYS - 1) / KEYS;
   const int64_t n_parts = heads.G * pass.key_blocks * most * heads.group() * (E + 2);
-  const int64_t own = E * WIDE * W + most * heads.group() * (W + KEYS);
+  const int64_t own = E * (WIDE * W + KEYS) + most * heads.group() * (W + KEYS);
   const int threads = at::get_num_threads();
   int64_t F = 0;  // of dense blocks
   size_t of_experts = 0, own_experts = 0;
@@ -372,8 +366,8 @@ void run_blocks(const std::vector<Block>& blocks, at::TensorList caches, Pass<C>
     for (int64_t first = 0; first < rows; first += MAX_ROWS) {
       Pass<C> own_pass = pass;
       own_pass.T = std::min<int64_t>(MAX_ROWS, rows - first);
-      Sequence<C> own{0,     own_pass.T,      first,      caches[0].size(1), pass.key_blocks,
-                      &seen, pass.parts, nullptr, nullptr};
+      Sequence<C> own{0,          own_pass.T, first,  caches[0].size(1), pass.key_blocks, &seen,
+                      pass.parts, nullptr,    nullptr};
       own_pass.sequences = {&own, 1};
       own_pass.x += first * pass.D;
       own_pass.cos += first * E;

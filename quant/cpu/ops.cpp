@@ -30,9 +30,9 @@
 namespace {
 
 // Returns the residual stream [T, D] (fp32) after some blocks. `caches` are the keys and values of
-// each, [G, S, E]; rows `slots` are written. `mask` [T, S] or the tree's view defines the keys that
-// a row sees. The first block's QKV product reads `entry` [T, K] (fp32), if given, instead of
-// norm(x).
+// each, [G, S, E], or rows in 8 bits; rows `slots` are written. `mask` [T, S] or the tree's view
+// defines the keys that a row sees. The first block's QKV product reads `entry` [T, K] (fp32), if
+// given, instead of norm(x).
 Tensor blocks(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor& slots,
               const std::optional<Tensor>& mask, const std::optional<Tensor>& seq_len,
               const std::optional<Tensor>& paths, const std::optional<Tensor>& depths,
@@ -44,7 +44,8 @@ Tensor blocks(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tenso
   TORCH_CHECK(caches.size() == size_t(2 * n_blocks), "two caches of each block");
   check_caches(caches);
   const Tensor& keys = caches[0];
-  const Heads heads{n_head, keys.size(0), keys.size(2)};
+  const bool packed = is_packed(keys);
+  const Heads heads{n_head, keys.size(0), keys.size(2) - (packed ? SPARE : 0), packed};
   const int64_t S = keys.size(1);
   Tensor y = x.clone(at::MemoryFormat::Contiguous);
   if (T == 0) return y;
@@ -89,7 +90,7 @@ Tensor blocks(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tenso
     check_block(named_tensors[i], all[i], heads, D, K);
   }
   check_widths(all);
-  const auto run = [&](auto element) {
+  with_element_of(keys, [&](auto element) {
     using C = decltype(element);
     Pass<C> pass{};
     pass.heads = heads;
@@ -104,13 +105,7 @@ Tensor blocks(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tenso
       pass.entry_dim = e.size(1);
     }
     run_blocks<C>(all, caches, pass, seen, T);
-  };
-  if (keys.scalar_type() == at::kBFloat16) {
-    run(Bf16{});
-  } else {
-    TORCH_CHECK(keys.scalar_type() == at::kFloat, "caches in bf16 or fp32");
-    run(0.0f);
-  }
+  });
   return y;
 }
 

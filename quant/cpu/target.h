@@ -59,7 +59,7 @@ struct Target : torch::CustomClassHolder {
   // Runs the trees of one or several sequences in one pass, each after the text in its own cache.
   // Returns, of the rows of all, in order, logits [T, V] in fp32, features [T, D] like
   // `features_like`, and the input of the auxiliary layers [T, R * D] in fp32. `caches` are planes
-  // [2 L, G, S, E].
+  // [2 L, G, S, E], or have rows in 8 bits.
   std::tuple<Tensor, Tensor, Tensor> run_together(
       std::vector<Tensor> tokens, std::vector<Tensor> seq_lens, std::vector<Tensor> paths,
       std::vector<Tensor> depths, std::vector<Tensor> caches, std::vector<int64_t> aux_layers,
@@ -83,12 +83,10 @@ struct Target : torch::CustomClassHolder {
     Tensor logits = at::empty({T, lm_head.h.N}, fp32);
     Tensor features = at::empty({T, D}, features_like.options());
     Tensor aux_states = at::empty({T, (int64_t)aux_layers.size() * D}, fp32);
-    if (caches[0].scalar_type() == at::kBFloat16) {
-      pass<Bf16>(parts, aux_layers, logits, features, aux_states);
-    } else {
-      TORCH_CHECK(caches[0].scalar_type() == at::kFloat, "caches in bf16 or fp32");
-      pass<float>(parts, aux_layers, logits, features, aux_states);
-    }
+    with_element_of(caches[0], [&](auto element) {
+      pass<decltype(element)>(parts, is_packed(caches[0]), aux_layers, logits, features,
+                              aux_states);
+    });
     return {logits, features, aux_states};
   }
 
@@ -106,7 +104,7 @@ struct Target : torch::CustomClassHolder {
     const int64_t T = tokens.numel(), past = seq_len.item<int64_t>(), L = blocks.size();
     TORCH_CHECK(T >= 1 && T <= MAX_ROWS && depths.numel() == T, T, " rows");
     TORCH_CHECK(rows.dim() == 4 && rows.is_contiguous() && rows.size(0) == 2 * L &&
-                    rows.size(1) == kv_heads && rows.size(3) == E,
+                    rows.size(1) == kv_heads && rows.size(3) == E + (is_packed(rows) ? SPARE : 0),
                 "cache");
     TORCH_CHECK(paths.dim() == 2 && paths.is_contiguous() && paths.size(0) == T &&
                     depths.is_contiguous() && tokens.is_contiguous(),
@@ -129,14 +127,14 @@ struct Target : torch::CustomClassHolder {
   }
 
   template <class C>
-  void pass(const std::vector<Part>& parts, const std::vector<int64_t>& aux_layers,
+  void pass(const std::vector<Part>& parts, bool packed, const std::vector<int64_t>& aux_layers,
             Tensor& logits, Tensor& features, Tensor& aux_states) const {
     thread_local Scratch scratch;
     const int64_t T = features.size(0), N = lm_head.h.N, R = aux_layers.size();
     int64_t longest = 0;
     for (const Part& part : parts) longest = std::max(longest, part.longest);
     Pass<C> pass{};
-    pass.heads = Heads{n_head, kv_heads, E};
+    pass.heads = Heads{n_head, kv_heads, E, packed};
     pass.D = D;
     pass.T = T;
     pass.eps = eps;
@@ -156,7 +154,7 @@ struct Target : torch::CustomClassHolder {
       C* cache = (C*)part.cache;
       const int64_t key_blocks = (part.longest + KEYS - 1) / KEYS;
       sequences.push_back({part.first, part.T, 0, part.S, key_blocks, &part.seen, own_parts, cache,
-                           cache + kv_heads * part.S * E});
+                           pass.heads.row(cache, part.S, kv_heads, 0)});
       own_parts += kv_heads * key_blocks * part.T * pass.heads.group() * (E + 2);
     }
     pass.cos = c;
@@ -178,8 +176,8 @@ struct Target : torch::CustomClassHolder {
         if (R) keep_aux(i);
         mine.block(me, blocks[i], false);
         for (Sequence<C>& sequence : own_sequences) {
-          sequence.k += 2 * kv_heads * sequence.S * E;
-          sequence.v += 2 * kv_heads * sequence.S * E;
+          sequence.k = pass.heads.row(sequence.k, sequence.S, 2 * kv_heads, 0);
+          sequence.v = pass.heads.row(sequence.v, sequence.S, 2 * kv_heads, 0);
         }
       }
       if (R) keep_aux(blocks.size());

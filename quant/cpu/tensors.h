@@ -131,6 +131,26 @@ void check_rows(const Tensor& x, int64_t K) {
               "x in fp32 or bf16");
 }
 
+// Returns whether a cache has rows in 8 bits.
+inline bool is_packed(const Tensor& cache) { return cache.scalar_type() == at::kChar; }
+
+// Calls `f` with an element of the type in which attention over a cache is computed.
+template <class F>
+void with_element_of(const Tensor& cache, F f) {
+  TORCH_CHECK(
+      cache.scalar_type() == at::kFloat || cache.scalar_type() == at::kBFloat16 || is_packed(cache),
+      "caches in fp32, bf16 or 8 bits");
+  cache.scalar_type() == at::kFloat ? f(0.0f) : f(Bf16{});
+}
+
+// Raises unless all caches are like the first one, [G, S, E].
+void check_caches(at::TensorList caches) {
+  for (const Tensor& cache : caches)
+    TORCH_CHECK(cache.dim() == 3 && cache.is_contiguous() && cache.sizes() == caches[0].sizes() &&
+                    cache.scalar_type() == caches[0].scalar_type(),
+                "contiguous caches of one shape and type");
+}
+
 inline void put_row(Tensor& out, int64_t row, const float* x, int64_t n) {
   if (out.scalar_type() == at::kFloat) {
     std::copy(x, x + n, out.mutable_data_ptr<float>() + row * n);

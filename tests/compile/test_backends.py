@@ -32,7 +32,14 @@ from helpers import (
 )
 from native_models import MIXTRAL, SHAPE, native_head, native_target
 
-BACKENDS = ["eager", "cpu", "eager experts", "cpu int4 experts", "cpu int8 experts"]
+BACKENDS = [
+    "eager",
+    "cpu",
+    "eager experts",
+    "cpu int4 experts",
+    "cpu int8 experts",
+    "cpu 8-bit cache",
+]
 DRAWN = [SamplingParams(), SamplingParams(0.8, seed=3)]
 TREE, FUSED = TreeShape(2, 2, 4), FusedShape(2, 2, 8, 6)
 DRAFTERS = {
@@ -51,14 +58,16 @@ def model_of(name: str) -> Transformer:
     if name.startswith("cpu"):
         cpu_build.load()
         config = tiny_config(**(MIXTRAL if name.endswith("experts") else SHAPE))
-        return native_target(config, bits=8 if "int8" in name else 4)
+        dtype = torch.bfloat16 if "cache" in name else torch.float32
+        return native_target(config, bits=8 if "int8" in name else 4, dtype=dtype)
     return random_target(tiny_config(moe=MoEConfig(6, 2, 24) if "experts" in name else None))
 
 
 def made(name: str, algorithm: str | None):
     """A backend by name over a tiny model, and a draft head for it."""
     model = model_of(name)
-    backend = CpuBackend(model) if name.startswith("cpu") else Backend(Target(model))
+    kv = "int8" if "cache" in name else "auto"
+    backend = CpuBackend(model, kv) if name.startswith("cpu") else Backend(Target(model))
     if algorithm is None:
         return backend, None
     if name.startswith("cpu"):

@@ -174,7 +174,7 @@ def test_what_does_not_fit_the_blocks_is_refused(target):
         ({"seq_len": torch.tensor(-1)}, "more keys than slots"),
         ({"caches": with_one(caches, 1, caches[1].bfloat16())}, "one shape and type"),
         ({"caches": with_one(caches, 3, torch.zeros(2, 32, 16))}, "one shape and type"),
-        ({"caches": [cache.half() for cache in caches]}, "caches in bf16 or fp32"),
+        ({"caches": [cache.half() for cache in caches]}, "caches in fp32, bf16 or 8 bits"),
         ({"x": torch.zeros(T, 96)}, "qkv is"),
         ({"n_head": 2}, "qkv is"),
         ({"n_head": 3}, "head dim"),

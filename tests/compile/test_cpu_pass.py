@@ -155,7 +155,8 @@ def test_what_does_not_fit_the_pass_is_refused(native):
         ({"tokens": torch.zeros(8, dtype=torch.long)[::2]}, "tree"),
         ({"paths": proposal.paths.flatten()}, "tree"),
         ({"depths": proposal.depths + proposal.paths.shape[1]}, "depth"),
-        ({"rows": state.cache.rows.half()}, "caches in bf16 or fp32"),
+        ({"rows": state.cache.rows.half()}, "caches in fp32, bf16 or 8 bits"),
+        ({"rows": state.cache.rows.char()}, "cache"),
         ({"rows": state.cache.rows[:, :1].contiguous()}, "cache"),
         ({"like": native.norm.weight.half()}, "features in fp32 or bf16"),
     ):

@@ -134,7 +134,8 @@ def test_the_option(tiny_dir):
     engine = open_model(str(tiny_dir)).loaded(options).engine
     assert engine.cache.rows.dtype == torch.int8 and len(generated(engine, 20)) == 20
     quantized = dataclasses.replace(options, dtype="auto", quant="int8")
-    assert len(generated(open_model(str(tiny_dir)).loaded(quantized).engine, 20)) == 20
+    engine = open_model(str(tiny_dir)).loaded(quantized).engine
+    assert engine.cache.rows.dtype == torch.int8 and len(generated(engine, 20)) == 20
     with pytest.raises(FasteagleError, match="kv 'int4' is unknown: use auto or int8"):
         RuntimeOptions(kv="int4")
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fasteagle.compile.int8_cache import SPARE, dense_rows, quantized_rows
 from fasteagle.quant.cpu_linear import pack
 from fasteagle.quant.cpu_tensors import BlockTensors
 from fasteagle.quant.packed import int8
@@ -51,7 +52,7 @@ def run(
     ops, x: Tensor, slots: Tensor, seen: tuple, caches: list[Tensor], block, window=0, entry=None
 ) -> Tensor:
     """Rows x [T, D] after the block, without rotation; `seen` is a mask, or a tree."""
-    E = caches[0].shape[2]
+    E = caches[0].shape[2] - (SPARE if caches[0].dtype == torch.int8 else 0)
     turns = torch.ones(len(x), E), torch.zeros(len(x), E)
     return ops.blocks(x, *turns, slots, *seen, window, caches, list(block), H, EPS, entry)
 
@@ -94,7 +95,7 @@ def test_attention_is_that_of_plain_torch(ops, E, dtype):
             assert torch.allclose(cache[:, :seen].double(), each.double(), rtol=0.01, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8], ids=str)
 @pytest.mark.parametrize("E", [16, 32, 128])
 def test_a_row_has_the_same_bits_alone_by_mask_and_by_tree(ops, E, dtype):
     """With weights of very different sizes, whose sums depend on their order."""
@@ -107,7 +108,8 @@ def test_a_row_has_the_same_bits_alone_by_mask_and_by_tree(ops, E, dtype):
     depths = torch.arange(T)
     paths = depths.int().expand(T, -1).contiguous()
     for length in (*range(1, 140, 6), 1100):
-        caches = [torch.randn(G, SLOTS, E, generator=generator).to(dtype) for _ in range(2)]
+        caches = [torch.randn(G, SLOTS, E, generator=generator) for _ in range(2)]
+        caches = [quantized_rows(c) if dtype == torch.int8 else c.to(dtype) for c in caches]
         x = torch.randn(T, D, generator=generator)
         slots = length + depths
         mask = torch.arange(SLOTS) <= slots[:, None]
@@ -118,6 +120,40 @@ def test_a_row_has_the_same_bits_alone_by_mask_and_by_tree(ops, E, dtype):
             one = slice(t, t + 1)
             y = run(ops, x[one], slots[one], (mask[one], None, None, None), caches, block)
             assert torch.equal(y, together[one]), (length, t)
+
+
+@pytest.mark.parametrize("E", [16, 48, 80, 128])
+def test_rows_in_8_bits_are_written_and_read_as_their_values(ops, E):
+    """The bits of the reference, and those of a bf16 cache that holds the converted values."""
+    generator = torch.Generator().manual_seed(E)
+    qkv, out = (packed(N, K, 0.5, generator)[0] for N, K in (((H + 2 * G) * E, D), (D, H * E)))
+    block, T = block_of(qkv, out), 6
+    for length in (1, 2, 63, 64, 131, 1100):
+        caches = [quantized_rows(torch.randn(G, SLOTS, E, generator=generator)) for _ in range(2)]
+        dense = [dense_rows(cache, torch.bfloat16) for cache in caches]
+        x, slots = torch.randn(T, D, generator=generator), torch.arange(length, length + T)
+        # What a pass writes is rounded: rows see others only, some of them apart.
+        mask = random_mask(T, slots, generator)
+        mask[:, slots], mask[::2, length // 3] = False, length < 3
+        seen = mask, None, None, None
+        y = [run(ops, x, slots, seen, own, block) for own in (caches, dense)]
+        assert torch.equal(*y), length
+        for cache, each in zip(caches, dense, strict=True):
+            assert torch.equal(cache[:, slots], quantized_rows(each[:, slots])), length
+
+
+def test_a_row_that_is_not_finite_is_so_in_8_bits(ops):
+    generator = torch.Generator().manual_seed(0)
+    E, T = 16, 3
+    qkv, out = (packed(N, K, 0.5, generator)[0] for N, K in (((H + 2 * G) * E, D), (D, H * E)))
+    caches = [torch.zeros(G, SLOTS, E + SPARE, dtype=torch.int8) for _ in range(2)]
+    x, slots = torch.randn(T, D, generator=generator), torch.arange(T)
+    x[1, 5] = math.nan
+    mask = torch.arange(SLOTS) <= slots[:, None]
+    y = run(ops, x, slots, (mask, None, None, None), caches, block_of(qkv, out))
+    assert y.isnan().any(1).tolist() == [False, True, True]
+    for cache in caches:
+        assert dense_rows(cache[:, :T], torch.float32).isnan().all(2).any(0).tolist() == [0, 1, 0]
 
 
 @pytest.mark.parametrize("window", [1, 3, 8])
