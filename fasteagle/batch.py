@@ -126,6 +126,7 @@ class Batch(Generic[Key, Item]):
         engine.runner.waits = True
         self._running[key] = _Running(engine, start(engine), n_tokens, awaited)
         self._regroup()
+        self._company.expect(len(self._running))
 
     def _engine_for(self, prompt: Sequence[int]) -> Engine:
         """Return the idle engine that has computed most of `prompt`, or a new one."""
@@ -232,8 +233,6 @@ class Batch(Generic[Key, Item]):
         self._company.follow(first.policy)
         self._company.drafts_together = self.engines[0].backend.drafts_together(first)
         shares = len(self._running) > 1 and first.tuning is not None
-        if shares:
-            self._company.expect(len(self._running))
         for run in self._running.values():
             drafter = run.engine.drafter
             if drafter is not None:

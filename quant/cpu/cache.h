@@ -43,7 +43,6 @@ void pack(const C* row, int64_t E, int8_t* out) {
     const VB values = __builtin_convertvector((VI)(load(row + e) / unit + MAGIC), VB);
     std::memcpy(out + e, &values, sizeof values);
   }
-  std::memset(out + E, 0, SPARE);
   std::memcpy(out + E, &scale, sizeof scale);
 }
 
