@@ -173,6 +173,7 @@ Part = Annotated[
 class FunctionCall(Strict):
     name: str
     arguments: str = "{}"
+    parsed_arguments: Any = Ignored  # openai's `parse` adds it to answers, and `parsed`
 
 
 class ToolCall(Strict):
@@ -191,6 +192,7 @@ class ChatMessage(Strict):
     tool_call_id: str | None = None
     name: str | None = Ignored
     annotations: list[Any] | None = Ignored
+    parsed: Any = Ignored
 
 
 def _check_count(messages: Any) -> Any:

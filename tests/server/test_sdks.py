@@ -141,6 +141,9 @@ def test_openai(live, where, calls, plant):
             (again,) = stream.get_final_completion().choices
         assert kinds.count("tool_calls.function.arguments.done") == 1
         assert again.message.tool_calls[0].function.parsed_arguments == parsed
+    result = {"role": "tool", "tool_call_id": again.message.tool_calls[0].id, "content": "paid"}
     plant(ANSWER)
-    reply = client.chat.completions.parse(model=name, messages=MESSAGES, response_format=Trip)
-    assert reply.choices[0].message.parsed == TRIP
+    for messages in (MESSAGES, [*MESSAGES, again.message, result]):
+        reply = client.chat.completions.parse(model=name, messages=messages, response_format=Trip)
+        assert reply.choices[0].message.parsed == TRIP
+    ask(model=name, messages=[*MESSAGES, reply.choices[0].message, *MESSAGES])
