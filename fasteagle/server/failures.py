@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.responses import Response
 
-from fasteagle.errors import LONGEST_SHOWN, EngineError, FasteagleError, cut
+from fasteagle.errors import LONGEST_SHOWN, EngineError, FasteagleError, cut, shown
 from fasteagle.server.guard import error_reply
 from fasteagle.server.job import CancelledError, TimedOutError
 from fasteagle.server.log import GONE, complain
@@ -32,7 +32,10 @@ def add_errors(app: FastAPI) -> None:
         if problem["type"] == "extra_forbidden":
             return error_reply(400, f"unknown parameter {param!r}", param=param)
         text = problem["msg"].removeprefix("Value error, ")
-        if problem["type"] == "model_type":  # pydantic's text names a class of this server
+        if problem["type"] == "literal_error":
+            expected = problem["ctx"]["expected"]
+            text = f"{shown(problem['input'])} is not supported: use {expected}"
+        elif problem["type"] == "model_type":  # pydantic's text names a class of this server
             text = "Input should be an object"
         return error_reply(400, f"{param}: {text}" if param else text, param=param)
 

@@ -148,7 +148,7 @@ CACHED = [{"type": "text", "text": "a", "cached": {"type": "ephemeral"}}]
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (PICTURE, "messages.0.content.1.type: Input should be 'text'"),
+        (PICTURE, "messages.0.content.1.type: 'image_url' is not supported: use 'text'"),
         (CACHED, "unknown parameter 'messages.0.content.0.cached'"),
         (3, "messages.0.content: Input should be a valid string"),
     ],
@@ -167,7 +167,7 @@ def test_of_several_kinds_the_nearest_is_told(live, content, message):
         ({"prompt": [1, -5]}, 400, "token id -5"),
         ({"prompt": [1, 2.5]}, 400, "prompt.1: Input should be a valid integer"),
         ({"prompt": "x" * 3000}, 400, "3,000 tokens, max-seq-len 2,048 leaves room for 2,047"),
-        ({"prompt": "a", "echo": True}, 400, "echo"),
+        ({"prompt": "a", "echo": True}, 400, "echo: True is not supported: use False"),
         ({"prompt": "a", "best_of": 2}, 400, "best_of"),
         ({"prompt": "a", "suffix": "b"}, 400, "suffix"),
         ({"prompt": "a", "model": "gpt-5"}, 404, "'gpt-5' is not served here"),
