@@ -106,7 +106,7 @@ class Planner:
         form, may_think = self._chat_form(body, tools_form, tools, most_calls)
         if not may_think:
             text = without_open_thought(text)
-        answers = self._answers(body, self._llm.texts.encode(text), limit, n_top)
+        answers = self._answers(body, self._llm.texts.encode(text), limit, n_top, form)
         names = frozenset(tool.function.name for tool in body.tools or [])
         return Plan(
             answers,
@@ -123,8 +123,8 @@ class Planner:
     def completion(self, body: CompletionRequest) -> Plan:
         """Return the plan of a text completion."""
         prompt = self.prompt_ids(body.prompt)
-        answers = self._answers(body, prompt, body.max_tokens, body.logprobs)
         form = _form(body, self._defaults.form)
+        answers = self._answers(body, prompt, body.max_tokens, body.logprobs, form)
         return Plan(answers, form, _form_field(body, form))
 
     def compiled(self, plan: Plan) -> Plan:
@@ -207,7 +207,12 @@ class Planner:
         return self._defaults.think
 
     def _answers(
-        self, body: Sampled, prompt: list[int], max_tokens: int | None, n_top: int | None
+        self,
+        body: Sampled,
+        prompt: list[int],
+        max_tokens: int | None,
+        n_top: int | None,
+        form: GrammarSpec | None,
     ) -> list[AnswerRequest]:
         """Return the `n` answers that are wanted, which differ in their seeds."""
         n, most = 1 if body.n is None else body.n, self._llm.answers.size
@@ -246,6 +251,10 @@ class Planner:
             presence_penalty=body.presence_penalty or 0.0,
             frequency_penalty=body.frequency_penalty or 0.0,
         )
+        if body.ignore_eos and form is not None:
+            raise BadParameterError("ignore_eos", "an answer of a form ends with it")
+        if body.ignore_eos:
+            first = dataclasses.replace(first, eos_ids=frozenset())
         seeds = [(first.params.seed + i) % MOST_SEEDS for i in range(n)]
         return [
             dataclasses.replace(first, params=dataclasses.replace(first.params, seed=seed))

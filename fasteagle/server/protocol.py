@@ -93,6 +93,7 @@ Ignored = Field(None, exclude=True, description="Ignored: it changes nothing her
 class StreamOptions(Strict):
     include_usage: bool = False
     include_obfuscation: bool | None = None  # ignored: nothing here is padded
+    continuous_usage_stats: bool | None = None  # ignored: the last event counts all tokens
 
 
 class TemplateOptions(Strict):
@@ -115,6 +116,7 @@ class Sampled(Body):
     seed: int | None = None
     max_tokens: int | None = None
     stop: str | Many[str] | None = None
+    ignore_eos: bool = Field(False, description="Go on past the end of the answer: to measure.")
     n: int | None = Field(1, description="Answers to the same prompt, with seeds in turn.")
     logit_bias: dict[str, Any] | None = None  # numbers
     presence_penalty: float | None = None

@@ -153,7 +153,7 @@ def test_fields_that_change_nothing_here(client, name):
     more = {"reasoning_effort": "low", "parallel_tool_calls": False, "extra_body": ignored}
     reply = client.chat.completions.create(model=name, messages=messages, **more)
     assert reply.choices[0].message.content == ask(client, name).choices[0].message.content
-    options = {"include_usage": True, "include_obfuscation": False}
+    options = {"include_usage": True, "include_obfuscation": False, "continuous_usage_stats": True}
     assert list(ask(client, name, stream=True, stream_options=options))[-1].usage is not None
 
 
@@ -181,9 +181,11 @@ def test_how_much_thought_is_wanted(client, name, live, monkeypatch, template, e
 
 
 def test_the_end_token_counts(client, name, live):
-    reply = ask(client, name, logit_bias={str(min(live.llm.tokenizer.eos_ids)): 100})
-    assert reply.choices[0].finish_reason == "stop" and not reply.choices[0].message.content
-    assert reply.usage.completion_tokens == 1
+    bias = {str(min(live.llm.tokenizer.eos_ids)): 100}
+    for more, finish, n_tokens in (({}, "stop", 1), ({"ignore_eos": True}, "length", 5)):
+        reply = ask(client, name, logit_bias=bias, max_tokens=5, extra_body=more)
+        assert reply.choices[0].finish_reason == finish and not reply.choices[0].message.content
+        assert reply.usage.completion_tokens == n_tokens
 
 
 def test_logprobs_are_those_before_the_bias(client, name):

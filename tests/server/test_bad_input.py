@@ -101,6 +101,7 @@ def goes_on(live):
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"guided_regex": "a("}, "guided_regex"),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
         ({"guided_regex": "((a{0,200}){0,200}){0,200}" * 99}, None),
         ({"guided_regex": "a" * 2**18 + "a"}, "guided_regex"),
         ({"guided_json": {"$ref": "#"}}, "guided_json"),
