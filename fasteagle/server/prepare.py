@@ -20,12 +20,12 @@ from fasteagle.server.protocol import (
     ChosenTool,
     CompletionRequest,
     Sampled,
+    StructuredOutputs,
     TokenizeRequest,
 )
 from fasteagle.server.tools import ToolFormat, answer_grammar, takes_several_calls, tool_format
 
 TOO_LONG = "context_length_exceeded"  # code by which agents know that they must shorten
-GUIDED = {"guided_regex": "regex", "guided_json": "json_schema", "guided_grammar": "grammar"}
 MOST_STOPS = 16
 MOST_STOP_CHARACTERS = 1000  # they are looked for at every token
 MOST_SEEDS = 2**63
@@ -317,23 +317,36 @@ class Planner:
         return answer_grammar(form, tools, must_call=True, most_calls=most), False
 
 
+def _guided(body: Sampled) -> dict[str, tuple[str, Any]]:
+    """Return the kind and text of each form that fields of vLLM ask for, by field."""
+    newer = body.structured_outputs or StructuredOutputs(json=None)
+    fields = {
+        "guided_regex": ("regex", body.guided_regex),
+        "guided_json": ("json_schema", body.guided_json),
+        "guided_grammar": ("grammar", body.guided_grammar),
+        "structured_outputs.regex": ("regex", newer.regex),
+        "structured_outputs.json": ("json_schema", newer.json_),
+        "structured_outputs.grammar": ("grammar", newer.grammar),
+    }
+    return {name: form for name, form in fields.items() if form[1] is not None}
+
+
 def _form(body: Sampled, default: GrammarSpec | None) -> GrammarSpec | None:
-    chosen = [name for name in GUIDED if getattr(body, name) is not None]
-    if len(chosen) > 1 or (chosen and isinstance(body, ChatRequest) and body.response_format):
-        raise BadParameterError(chosen[0], "contradicts another form asked for")
-    if not chosen:
+    guided = _guided(body)
+    if not guided:
         return default
-    value = getattr(body, chosen[0])
-    with of_parameter(chosen[0]):
+    name, (kind, value) = next(iter(guided.items()))
+    if len(guided) > 1 or (isinstance(body, ChatRequest) and body.response_format):
+        raise BadParameterError(name, "contradicts another form asked for")
+    with of_parameter(name):
         text = json.dumps(value) if isinstance(value, dict) else value
-        return GrammarSpec(GUIDED[chosen[0]], text)
+        return GrammarSpec(kind, text)
 
 
 def _form_field(body: Sampled, form: GrammarSpec | None) -> str | None:
     """Return the field of a request that asks for the form of its answer, if it is one alone."""
-    for name in GUIDED:
-        if getattr(body, name) is not None:
-            return name
+    if guided := _guided(body):
+        return next(iter(guided))
     if form is None or not isinstance(body, ChatRequest):
         return None
     if form.kind == "grammar":  # of tool calls, beside which there may be another form

@@ -96,6 +96,14 @@ class StreamOptions(Strict):
     continuous_usage_stats: bool | None = None  # ignored: the last event counts all tokens
 
 
+class StructuredOutputs(Strict):
+    """Fields of vLLM since 0.12; `guided_regex` and the others are those before it."""
+
+    regex: str | None = None
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    grammar: str | None = None
+
+
 class TemplateOptions(Strict):
     """Values for the chat template."""
 
@@ -124,6 +132,7 @@ class Sampled(Body):
     guided_regex: str | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_grammar: str | None = None
+    structured_outputs: StructuredOutputs | None = None
     user: str | None = Ignored
     metadata: dict[str, Any] | None = Ignored
     store: bool | None = Ignored

@@ -306,6 +306,9 @@ def test_structured_output(client, name):
         ({"guided_regex": "[ab]{4}c"}, "[ab]{4}c"),
         ({"guided_json": {"enum": ["one"]}}, '"one"'),
         ({"guided_grammar": 'start: "x" /[0-9]{2}/'}, "x[0-9]{2}"),
+        ({"structured_outputs": {"regex": "[ab]{4}c"}}, "[ab]{4}c"),
+        ({"structured_outputs": {"json": {"enum": ["one"]}}}, '"one"'),
+        ({"structured_outputs": {"grammar": 'start: "x" /[0-9]{2}/'}}, "x[0-9]{2}"),
     ):
         text = ask(client, name, extra_body=extra, max_tokens=8).choices[0].message.content
         assert re.match(pattern, text), extra
