@@ -147,20 +147,33 @@ def require_no_pipe(path: Path) -> None:
 
 
 def require_writable(target: Path) -> None:
-    """Raise `FasteagleError` unless a file can be written at `target`; make its folder.
+    """Raise `FasteagleError` unless a file can be written at `target`, whose folder may be missing.
 
     Called before a long run, whose result would otherwise be lost at its end.
     """
-    if target.is_dir():
-        raise FasteagleError(f"cannot write {target}: it is a folder: give a file's name")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=target.parent):
+        if target.exists() and not target.is_file():  # a device would be replaced by a file
+            kind = "folder" if target.is_dir() else "pipe or a device"
+            raise FasteagleError(f"cannot write {target}: it is a {kind}: give a file's name")
+        with _folder(target.parent), tempfile.TemporaryFile(dir=target.parent):
             pass
     except OSError as error:
         raise FasteagleError(
             f"cannot write {target} ({error.strerror}): choose another place"
         ) from error
+
+
+@contextlib.contextmanager
+def _folder(folder: Path) -> Iterator[None]:
+    """Make a folder; after the block inside remove what was made and is empty."""
+    missing = [part for part in (folder, *folder.parents) if not os.path.lexists(part)]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            for part in missing:
+                part.rmdir()
 
 
 def require_place(target: Path) -> None:
@@ -263,15 +276,13 @@ def remove_unused(path: Path, notify: Callable[[str], None]) -> None:
 def only_writer(folder: Path) -> Iterator[None]:
     """Make a folder that no other process writes meanwhile; raise `FasteagleError` where one does.
 
-    A file system without locks has none.
+    A file system without locks has none. The folder is removed again where nothing was written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder, os.O_RDONLY)
-    try:
+    with contextlib.ExitStack() as stack, _folder(folder):
+        handle = os.open(folder, os.O_RDONLY)
+        stack.callback(os.close, handle)
         lock_alone(handle, folder)
         yield
-    finally:
-        os.close(handle)
 
 
 def lock_alone(handle: int, path: Path) -> None:

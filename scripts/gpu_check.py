@@ -181,6 +181,7 @@ def prompt_of(n: int) -> str:
 
 def write_prompts(out: Path, dry_run: bool) -> None:
     """Write the `PROMPTS` of stages."""
+    out.mkdir(parents=True, exist_ok=True)
     for name, counts in PROMPTS.items():
         texts = (prompt_of(DRY_PROMPT if dry_run else n) for n in counts)
         lines = (json.dumps({"turns": [text]}) + "\n" for text in texts)

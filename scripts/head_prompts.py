@@ -26,7 +26,7 @@ from fasteagle.cli.command import Script
 from fasteagle.cli.options import FILE
 from fasteagle.config_fields import parse_json
 from fasteagle.errors import counted
-from fasteagle.paths import require_writable
+from fasteagle.paths import require_writable, write_atomic
 from fasteagle.prompts import expecting, json_lines
 
 SECOND_TURNS = 0.35  # share of conversations
@@ -149,15 +149,16 @@ def _seed_task(line: str, where: str) -> dict[str, str]:
 @click.option("--out", required=True, type=FILE)
 def main(seeds: Path | None, count: int, seed: int, out: Path) -> None:
     require_writable(out)
-    lines = json_lines(seeds) if seeds else ()
-    maker = Maker([_seed_task(*line) for line in lines], seed)
+    tasks = json_lines(seeds) if seeds else ()
+    maker = Maker([_seed_task(*task) for task in tasks], seed)
     conversations: dict[str, list[str]] = {}
     for _ in range(20 * count):
         if len(conversations) == count:
             break
         turns = maker.turns()
         conversations.setdefault(turns[0], turns)
-    out.write_text("".join(json.dumps({"turns": turns}) + "\n" for turns in conversations.values()))
+    lines = (json.dumps({"turns": turns}) + "\n" for turns in conversations.values())
+    write_atomic(out, "".join(lines).encode())
     click.echo(f"{counted(len(conversations), 'conversation')} in {out}", err=True)
 
 

@@ -24,7 +24,7 @@ from fasteagle.errors import FasteagleError, counted
 from fasteagle.loading.open import open_model
 from fasteagle.loading.tokenizer import ChatTokenizer
 from fasteagle.options import RuntimeOptions
-from fasteagle.paths import require_writable
+from fasteagle.paths import require_writable, write_atomic
 
 MODULES = "textwrap heapq shlex fnmatch queue sched string calendar csv statistics bisect copy"
 SUMMARIZE = "Summarize the following text in ten sentences.\n\n{text}"
@@ -90,7 +90,7 @@ def main(model: str, n_tokens: int, count: int, out: Path) -> None:
     require_writable(out)
     tokenizer = open_model(model, RuntimeOptions()).tokenizer
     texts = list(islice(questions(tokenizer, n_tokens), count))
-    out.write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in texts), "utf-8")
+    write_atomic(out, "".join(json.dumps({"turns": [text]}) + "\n" for text in texts).encode())
     lengths = [len(tokenizer.encode(text)) for text in texts]
     what = counted(len(texts), "question")
     click.echo(f"{what} of {min(lengths):,} to {max(lengths):,} tokens", err=True)

@@ -36,7 +36,7 @@ from fasteagle.loading.rope_order import rope_order
 from fasteagle.loading.tensors import Checkpoint, save_tensors
 from fasteagle.model import MLP, MoE, Transformer, causal_mask
 from fasteagle.options import DEFAULT_MODEL
-from fasteagle.paths import atomic_dir, require_place, require_writable, write_json
+from fasteagle.paths import atomic_dir, replacing, require_place, require_writable, write_json
 from fasteagle.prompts import read_conversations
 
 TOKENS, WINDOW = 4096, 512  # of the text that routers are made from, and of one pass
@@ -78,7 +78,8 @@ def main(
     tensors = all_tensors(checkpoint, config, layers)
     write_folder(out, opened, config, tensors)
     if gguf is not None:
-        write_gguf(gguf, source, config, tensors, gguf_type)
+        with replacing(gguf) as temporary:
+            write_gguf(temporary, source, config, tensors, gguf_type)
 
 
 def moe_config(config: ModelConfig, experts: int, top_k: int) -> ModelConfig:

@@ -21,7 +21,7 @@ from fasteagle.errors import note
 from fasteagle.loading.open import open_model
 from fasteagle.option_fields import require
 from fasteagle.options import RuntimeOptions
-from fasteagle.paths import require_writable
+from fasteagle.paths import replacing, require_writable
 from fasteagle.prompts import read_conversations
 
 
@@ -47,7 +47,8 @@ def main(
     engine = open_model(model, runtime_options).loaded(runtime_options).engine
     conversations = read_conversations(data, engine.model.config.vocab_size, engine.max_seq_len)
     heads, ranks = train_medusa(engine, conversations, notify=note, **settings)
-    save_medusa(out, heads, ranks)
+    with replacing(out) as temporary:
+        save_medusa(temporary, heads, ranks)
     shares = ", ".join(f"{row[0]:.3f}" for row in ranks)
     print(f"right on held-out text, token by token: {shares}; written to {out}")
 

@@ -127,6 +127,7 @@ def write_texts(
 
 def write_lines(path: Path, texts: list[Conversation]) -> None:
     """Write texts as `read_conversations` reads them; those that are drawn have T 1."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         for text in texts:
             line = {"ids": text.ids, "prompt_len": text.prompt_len, "T": 0 if text.greedy else 1}

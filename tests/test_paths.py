@@ -182,6 +182,25 @@ def test_two_writers_of_one_file_do_not_meet(tmp_path):
     assert target.read_text() == "first, whole" and list(tmp_path.iterdir()) == [target]
 
 
+def test_a_place_that_is_only_checked_stays_as_it_was(tmp_path):
+    paths.require_writable(tmp_path / "a" / "b" / "file")
+    with paths.only_writer(tmp_path / "a" / "b"):
+        pass
+    assert list(tmp_path.iterdir()) == []
+    with paths.only_writer(tmp_path / "a" / "b"):
+        (tmp_path / "a" / "b" / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    with paths.only_writer(tmp_path / "empty"):
+        pass
+    assert (tmp_path / "empty").is_dir() and (tmp_path / "a" / "b" / "file").exists()
+    with pytest.raises(FasteagleError, match="cannot write .*it is a folder: give"):
+        paths.require_writable(tmp_path / "empty")
+    os.mkfifo(tmp_path / "pipe")
+    for device in (tmp_path / "pipe", Path(os.devnull)):
+        with pytest.raises(FasteagleError, match="it is a pipe or a device: give a file's name"):
+            paths.require_writable(device)
+
+
 def test_one_process_writes_a_folder(tmp_path):
     out = tmp_path / "a" / "out"
     with paths.only_writer(out):

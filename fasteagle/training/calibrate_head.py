@@ -74,6 +74,7 @@ def calibrate_head(model: str, runtime: RuntimeOptions, options: CalibrateOption
     if not out.name:
         raise FasteagleError(f"out {out} is no place for a head: name a folder in it")
     folder = out.with_name(out.name + ".calibrating")
+    require_writable(folder / "state.json")
     with only_writer(folder):
         work = Work(folder, _key(identity, scheme, head, options), options.resume, begun)
         target = Runtime(prepared.name, prepared.checkpoint, prepared.tokenizer, prepared.engine())

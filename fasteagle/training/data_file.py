@@ -33,6 +33,7 @@ class DataFile:
         self.conversations = 0  # with an answer in the file
         self.tokens = 0  # of answers
         self._prompts: set[tuple[int, ...]] = set()
+        path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8")
         try:
             lock_alone(self._file.fileno(), path)

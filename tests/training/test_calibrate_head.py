@@ -126,7 +126,7 @@ def test_what_is_there_is_not_written_over(text, tmp_path, no_compiler):
     notes.write_text("mine")
     refused = invoke(*calibrate(folder, head, tmp_path / "out", "--data", text, "--steps", 1))
     assert refused.exit_code == 2 and "is no folder of a calibration" in refused.stderr
-    assert notes.read_text() == "mine"
+    assert notes.read_text() == "mine" and not (tmp_path / "out").exists()
     refused = invoke(*calibrate(folder, head, "/", "--data", text, "--steps", 1))
     assert refused.exit_code == 2 and "no place for a head" in refused.stderr
 

@@ -253,6 +253,7 @@ def test_runs_that_cannot_go_on_say_so(tiny_dir, text_file, tmp_path, no_compile
         refused = invoke(*more, *wrong)
         assert refused.exit_code == 2 and message in refused.stderr
         assert "loaded" not in refused.stderr
+    assert not (tmp_path / "more").exists()
 
 
 def test_what_is_there_is_not_written_over(tiny_dir, text_file, tmp_path, no_compiler):
