@@ -162,7 +162,6 @@ class LLM:
         self, messages: str | Sequence[Message], think: bool | None, form: GrammarSpec | None
     ) -> Prompt:
         """Return the prompt of a conversation or a question; raise `FasteagleError`."""
-        self._check_open()
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         if not isinstance(messages, Iterable):
@@ -189,6 +188,7 @@ class LLM:
 
         A `form` ends an open thought. Raises `FasteagleError` for `think` without a switch for it.
         """
+        self._check_open()
         if think is not None:
             self.tokenizer.check_think(think)
         text = self.tokenizer.render(messages, think=think)

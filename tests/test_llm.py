@@ -202,7 +202,7 @@ def test_closing(tiny_dir):
     assert model() is None  # its memory is free
     with pytest.raises(FasteagleError, match="was closed"):
         llm.chat("x")
-    for several in (llm.chat_batch, llm.generate_batch):
+    for several in (llm.chat_batch, llm.generate_batch, llm.prompt):
         with pytest.raises(FasteagleError, match="was closed"):
             several([])
     assert not hasattr(llm, "engine")
