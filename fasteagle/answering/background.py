@@ -43,6 +43,7 @@ class Preparation:
         self._reported = False  # whether the user was told how compilation ended
         self._warned: str | None = None  # why captures failed, as the user was told last
         self._news: list[str] = []  # for the user, once no line is being typed
+        self._told: set[str] = set()  # what was said of stored costs, which are read once more
         self._drafter = tunable(engine) if tune else None
         self._interrupted = False  # whether measuring ended because another drafter was in use
         self._threads: list[threading.Thread] = []
@@ -104,6 +105,12 @@ class Preparation:
         elif not applied:
             self._note("[still compiling: this answer runs without]")
 
+    def _tell_once(self, line: str) -> None:
+        """Add a line to the news, unless it was there before."""
+        if line not in self._told:
+            self._told.add(line)
+            self._news.append(line)
+
     def _note(self, line: str) -> None:
         if not self._quiet:
             note(line)
@@ -158,7 +165,7 @@ class Preparation:
             costs, seconds = costs_of(
                 engine,
                 drafter,
-                self._news.append,
+                self._tell_once,
                 self._kind(self._params),
                 gate=self._measuring,
                 compiled=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 
 import pytest
@@ -182,6 +183,26 @@ def test_what_the_policy_may_choose_is_compiled_as_answers_are_drawn(
     with preparation.answering(params):
         pass
     assert capsys.readouterr().err == ""
+
+
+def test_costs_of_another_setting_are_told_once(target, tmp_path, compiler, monkeypatch, capsys):
+    """They are read again where the drafter was switched off while they were measured anew."""
+    engine = tuned_engine(target, tmp_path)
+    drafter = engine.drafter
+    tuner.store_costs(engine, drafter, costs(), 1.0)
+    drafter.tuning = dataclasses.replace(drafter.tuning, head="eagle3")
+    switched = iter([None, drafter])
+    monkeypatch.setattr(compiler, "wait", lambda: engine.use(next(switched)))
+    monkeypatch.setattr(tuner.CycleCompiler, "compile", lambda self: None)
+    preparation = Preparation(engine, quiet=False)
+    preparation.join()
+    assert drafter.policy is None
+    preparation.use(drafter)
+    preparation.join()
+    assert drafter.policy is not None
+    with preparation.answering(GREEDY):
+        pass
+    assert capsys.readouterr().err.count("tuner: costs kept for another setting") == 1
 
 
 def test_a_chat_that_is_not_tuned_measures_nothing(target, tmp_path, compiler, compiled_for):
