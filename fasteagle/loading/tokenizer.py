@@ -29,8 +29,15 @@ REFUSED = "the model's tokenizer refused the text"
 class ChatTokenizer:
     """Tokenizer that encodes, decodes, and renders conversations with the model's template."""
 
-    def __init__(self, backend: Any, eos_ids: frozenset[int], template: str | None = None) -> None:
-        self._backend = backend
+    def __init__(
+        self,
+        backend: Any,
+        eos_ids: frozenset[int],
+        template: str | None = None,
+        path: Path | None = None,
+    ) -> None:
+        """Wrap a tokenizer of transformers; errors in its template name `path`, where it lies."""
+        self._backend, self._path = backend, path
         self._pieces: dict[int, str] = {}  # of the tokens that `piece` was asked for
         own = backend.chat_template
         self._with_tools: str | None = None  # template of its own, where files name several
@@ -252,6 +259,11 @@ class ChatTokenizer:
                 )
             text.encode()  # a template may write half a character
         except Exception as error:  # jinja2's errors, and whatever a template raises on purpose
+            if type(error).__name__ == "TemplateSyntaxError":
+                raise FasteagleError(
+                    f"{self._path}: no usable chat template (line {getattr(error, 'lineno', 0)}: "
+                    f"{first_line(error)}): use other files of it"
+                ) from error
             raise FasteagleError(
                 f"the model's chat template refused: {first_line(error)}"
             ) from error
@@ -334,7 +346,7 @@ def load_tokenizer(path: Path, template: str | None = None) -> ChatTokenizer:
             for file in sorted(folder.glob("*token*.json")):
                 read_json(file)
             raise
-    return ChatTokenizer(backend, _eos_ids(folder, backend), template)
+    return ChatTokenizer(backend, _eos_ids(folder, backend), template, path)
 
 
 def _eos_ids(folder: Path, backend: Any) -> frozenset[int]:

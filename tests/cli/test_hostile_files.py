@@ -26,6 +26,11 @@ FILES = [
         "not finite in bfloat16",
     ),
     (empty_weights, "pytorch_model.bin is empty: use a safetensors version of it"),
+    (
+        lambda f: (f / "chat_template.jinja").write_text("a\n{% if %}"),
+        "/model: no usable chat template (line 2: Expected an expression, got 'end of statement "
+        "block'): use other files of it",
+    ),
 ]
 
 
