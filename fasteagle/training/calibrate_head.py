@@ -227,8 +227,8 @@ def _calibrate(
         "before": before.as_dict(),
         "distilled": {"kept": is_better, **after.as_dict()},
     }
+    write_json(out / "calibration.json", report)  # first: a head without it is another run's
     save_head(out, better, header, torch.bfloat16)
-    write_json(out / "calibration.json", report)
 
 
 class Work:

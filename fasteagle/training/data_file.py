@@ -7,8 +7,10 @@ temperature, `id` the conversation's number, `turn` and `turns` its place in it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +64,19 @@ class DataFile:
         require_same(path, begun, settings)
 
     def close(self) -> None:
-        self._file.close()
+        with self._writing():
+            self._file.close()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Raise `FasteagleError` where the disk takes no more."""
+        try:
+            yield
+        except OSError as error:
+            raise FasteagleError(
+                f"cannot write {self._path} ({error.strerror}): free some space, and give the same "
+                "command again"
+            ) from error
 
     def has_prompt(self, prompt: list[int]) -> bool:
         """Return whether a conversation begins with these tokens already."""
@@ -81,8 +95,9 @@ class DataFile:
             }
             for turn, (reply, params) in enumerate(dialogue.answers, 1)
         ]
-        self._file.write("".join(json.dumps(line) + "\n" for line in lines))
-        self._file.flush()
+        with self._writing():
+            self._file.write("".join(json.dumps(line) + "\n" for line in lines))
+            self._file.flush()
         for line in lines:
             self._count(line)
         self.next_number = number + 1

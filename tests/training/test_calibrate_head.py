@@ -115,6 +115,26 @@ def test_a_run_that_was_cut_off_goes_on_and_chat_finds_the_head(
     assert said.exit_code == 0 and "warning" not in said.stderr, said.stderr
 
 
+def test_a_run_that_was_cut_off_while_its_head_was_written_goes_on(
+    text, tmp_path, monkeypatch, no_compiler
+):
+    folder, head = written(tmp_path)
+    command = calibrate(folder, head, tmp_path / "out", "--data", text, "--steps", 1)
+    for written_last in (calibrate_head.save_head, calibrate_head.write_json):
+
+        def write_and_end(out, *more, write=written_last):
+            write(out, *more)
+            if out.is_relative_to(tmp_path / "out"):
+                raise Cut
+
+        with monkeypatch.context() as patched, pytest.raises(Cut):
+            patched.setattr(calibrate_head, written_last.__name__, write_and_end)
+            invoke(*command, "--resume")
+    done = invoke(*command, "--resume")
+    assert done.exit_code == 0, done.stderr
+    assert (tmp_path / "out" / "config.json").exists() and report_of(tmp_path / "out")
+
+
 def test_what_is_there_is_not_written_over(text, tmp_path, no_compiler):
     folder, head = written(tmp_path)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import itertools
 import json
+import resource
 import shutil
 
 import pytest
@@ -118,6 +119,24 @@ def test_a_run_that_was_cut_off_goes_on(model, prompts, tmp_path):
         assert "at conversation" in stderr or inside == 0
     assert "nothing to do" in generated(model, part, "--prompts", prompts)
     assert part.read_bytes() == whole.read_bytes()
+
+
+def test_a_disk_that_takes_no_more_costs_one_line_and_the_run_goes_on(tmp_path):
+    answer = Dialogue([(Reply([1], [2] * 500, "", False), SamplingParams())])
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    data = DataFile(tmp_path / "text.jsonl", {})
+    data.append(0, answer)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, usual[1]))
+    try:
+        for write in (lambda: data.append(1, answer), data.close):
+            with pytest.raises(
+                FasteagleError, match=r"cannot write .*jsonl \(File too large\): free"
+            ):
+                write()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    with contextlib.closing(DataFile(tmp_path / "text.jsonl", {})) as data:
+        assert data.next_number == 1
 
 
 def test_more_of_the_same_is_appended(model, tmp_path):
