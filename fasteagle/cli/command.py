@@ -85,6 +85,10 @@ def _in_one_line() -> Iterator[None]:
             if error.filename:
                 where, fix = f" at {error.filename}", more_space(Path(error.filename))
             raise UserError(f"disk full{where}: {fix}") from error
+        if error.errno == errno.EFBIG:
+            raise UserError(
+                "a file has reached the limit of sizes here: raise it (ulimit -f)"
+            ) from error
         if error.errno == errno.EPIPE:  # the reader of a pipe has left
             sys.stderr.close()
             sys.exit(1)

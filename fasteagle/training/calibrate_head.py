@@ -26,7 +26,14 @@ from fasteagle.loading.heads.write import save_head
 from fasteagle.loading.open import OpenedModel, Runtime, open_model
 from fasteagle.loading.tensors import fingerprint, read_json
 from fasteagle.options import RuntimeOptions
-from fasteagle.paths import cache_dir, only_writer, require_no_model, require_writable, write_json
+from fasteagle.paths import (
+    cache_dir,
+    only_writer,
+    require_no_model,
+    require_no_pipe,
+    require_writable,
+    write_json,
+)
 from fasteagle.prompts import Conversation, read_conversations
 from fasteagle.quant.scheme import Scheme
 from fasteagle.training.data import cached_features, choose_held_out, store_key
@@ -93,6 +100,7 @@ def _check_early(opened: OpenedModel, runtime: RuntimeOptions, options: Calibrat
     check_trainable(config, runtime, "draft-vocab", options.draft_vocab)
     longest = runtime.seq_len_for(config.max_seq_len, opened.name)
     if options.data is not None:
+        require_no_pipe(options.data)  # it is read again after the weights
         note_other_writer(options.data, opened.name, fingerprint(opened.checkpoint))
         _require_enough(read_conversations(options.data, config.vocab_size, longest))
     elif options.tokens < LEAST_TOKENS:

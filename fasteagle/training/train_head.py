@@ -28,6 +28,7 @@ from fasteagle.paths import (
     only_writer,
     remove_unused,
     require_no_model,
+    require_no_pipe,
     require_writable,
     write_json,
 )
@@ -145,6 +146,7 @@ def _data(
         raise FasteagleError("nothing to train on: give --data, or --prompts to be answered now")
     config = opened.checkpoint.config
     if run.prompts is not None:
+        require_no_pipe(run.prompts)  # it is read again when the model answers
         read_questions(run.prompts, None)
     for path in run.data:
         note_other_writer(path, opened.name, fingerprint(opened.checkpoint))

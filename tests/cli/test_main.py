@@ -169,6 +169,7 @@ def test_cuda_where_there_is_none(tiny_dir, monkeypatch):
         (OSError(errno.ENOSPC, "No space left", "/x/y"), ["disk full at /x/y", "XDG_CACHE_HOME"]),
         (OSError(errno.ENOSPC, "No space left", "/z"), ["at /z: free some space, or choose"]),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), ["disk full: free some space"]),
+        (OSError(errno.EFBIG, "File too large"), ["limit of sizes here: raise it (ulimit -f)"]),
         (OSError(errno.EACCES, "Permission denied", "/x/y"), ["/x/y: Permission denied"]),
         (MemoryError(), ["out of memory"]),
         (FasteagleError("as it was said"), ["as it was said"]),

@@ -147,6 +147,8 @@ def test_what_is_there_is_not_written_over(text, tmp_path, no_compiler):
     refused = invoke(*calibrate(folder, head, tmp_path / "out", "--data", text, "--steps", 1))
     assert refused.exit_code == 2 and "is no folder of a calibration" in refused.stderr
     assert notes.read_text() == "mine" and not (tmp_path / "out").exists()
+    refused = invoke(*calibrate(folder, head, tmp_path / "out", "--data", "/dev/null"))
+    assert refused.exit_code == 2 and "/dev/null is a pipe or a device: give" in refused.stderr
     refused = invoke(*calibrate(folder, head, "/", "--data", text, "--steps", 1))
     assert refused.exit_code == 2 and "no place for a head" in refused.stderr
 

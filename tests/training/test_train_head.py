@@ -245,6 +245,7 @@ def test_runs_that_cannot_go_on_say_so(tiny_dir, text_file, tmp_path, no_compile
     for wrong, message in (
         (("--held-out", 30), "30 conversations, too few to hold 30 out"),
         (("--prompts", tmp_path / "none.jsonl"), "cannot read"),
+        (("--prompts", os.devnull), "/dev/null is a pipe or a device: give a file"),
         (("--draft-vocab-size", 9999), "draft-vocab-size 9,999 is more than the model's"),
         (("--beta1", 1.5), "beta1 1.5 is out of range: use >= 0 and < 1"),
         (("--weight-decay", -1), "weight-decay -1.0 is out of range"),
