@@ -179,8 +179,7 @@ def _folder(folder: Path) -> Iterator[None]:
 def require_place(target: Path) -> None:
     """Raise `FasteagleError` unless `target` is an empty folder or a name that can be written."""
     _require_empty(target)
-    if not target.exists():
-        require_writable(target)
+    require_writable(target / "config.json" if target.exists() else target)
 
 
 @contextlib.contextmanager
@@ -223,7 +222,7 @@ def _is_filled(target: Path) -> bool:
 
 def _require_empty(target: Path, temporary: Path | None = None) -> None:
     """Raise `FasteagleError` for anything at `target` but an empty folder, `temporary` aside."""
-    if not target.exists():
+    if not os.path.lexists(target):  # a link to nothing is there, and cannot be replaced
         return
     if not target.is_dir() or any(entry != temporary for entry in target.iterdir()):
         raise FasteagleError(f"{target} is there already and not empty: choose another place")

@@ -86,8 +86,18 @@ def test_a_result_is_not_thrown_away_in_silence(tmp_path, existed):
         (folder / "x").write_text("ours")
     assert (target / "x").read_text() == "theirs"
     assert [p.name for p in tmp_path.rglob("*")] == ["out", "x"]
-    with pytest.raises(FasteagleError, match="not empty"), atomic_dir(target):
-        pytest.fail("the work is not begun")
+    (tmp_path / "link").symlink_to("nowhere")
+    for there in (target, tmp_path / "link"):
+        with pytest.raises(FasteagleError, match="not empty"), atomic_dir(there):
+            pytest.fail("the work is not begun")
+
+
+def test_an_empty_folder_that_cannot_be_written_is_no_place(tmp_path, monkeypatch):
+    paths.require_place(tmp_path)
+    read_only = OSError(errno.EROFS, "Read-only file system")
+    monkeypatch.setattr(tempfile, "TemporaryFile", raising(read_only))
+    with pytest.raises(FasteagleError, match=r"cannot write .* \(Read-only file system\): choose"):
+        paths.require_place(tmp_path)
 
 
 def test_another_process_may_be_faster_at_the_last_moment(tmp_path, monkeypatch):

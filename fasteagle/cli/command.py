@@ -157,4 +157,6 @@ class UserPath(click.Path):
         super().__init__(path_type=Path, **more)
 
     def convert(self, value: Any, *context: Any) -> Any:
+        if not value:  # as of a shell's variable that is not set
+            self.fail("the path is empty", *context)
         return super().convert(os.path.expanduser(value), *context)

@@ -42,7 +42,7 @@ def in_one_line(problem: str) -> Iterator[None]:
     """Raise `FasteagleError` with `problem` and the reason for what transformers raises inside."""
     try:
         yield
-    except (KeyboardInterrupt, SystemExit, FasteagleError):
+    except (KeyboardInterrupt, SystemExit, MemoryError, FasteagleError):
         raise
     except BaseException as error:  # a panic in tokenizers is no `Exception`
         raise FasteagleError(f"{problem} ({_reason(error)}): use other files of it") from error

@@ -15,7 +15,7 @@ import pytest
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.entries import VICUNA_TEMPLATE
 from fasteagle.loading.tokenizer import LITERAL, ChatTokenizer, dummy_tokenizer, load_tokenizer
-from helpers import THINKING_TEMPLATE, TINY_VOCAB, edit_json, invoke
+from helpers import THINKING_TEMPLATE, TINY_VOCAB, edit_json, invoke, raising
 
 USER = [{"role": "user", "content": "Hi"}]
 
@@ -153,6 +153,12 @@ def test_a_template_that_is_no_text_costs_one_line(tiny_dir, tmp_path, template)
     edit_json(folder / "tokenizer_config.json", chat_template=template)
     with pytest.raises(FasteagleError, match="chat_template is|no usable tokenizer"):
         load_tokenizer(folder).render(USER)
+
+
+def test_memory_that_is_short_is_no_fault_of_the_files(tiny_dir, monkeypatch):
+    monkeypatch.setattr("fasteagle.loading.tokenizer.transformers_library", raising(MemoryError()))
+    with pytest.raises(MemoryError):
+        load_tokenizer(tiny_dir)
 
 
 def test_a_panic_of_the_tokenizers_library_costs_one_line(tiny_dir, tmp_path):

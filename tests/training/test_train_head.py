@@ -228,7 +228,8 @@ def test_features_of_another_precision_are_others(tiny_dir, text_file, tmp_path,
     assert refused.exit_code == 2 and "leave -torchao out" in refused.stderr
 
 
-def test_runs_that_cannot_go_on_say_so(tiny_dir, text_file, tmp_path, no_compiler):
+def test_runs_that_cannot_go_on_say_so(tiny_dir, text_file, tmp_path, no_compiler, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where an empty --out would be
     out = tmp_path / "head"
     train = command(tiny_dir, text_file, out, "--steps", 2)
     done = invoke(*train, "--seed", 2**63 - 1)  # whose multiples no generator takes
@@ -247,6 +248,7 @@ def test_runs_that_cannot_go_on_say_so(tiny_dir, text_file, tmp_path, no_compile
         (("--prompts", tmp_path / "none.jsonl"), "cannot read"),
         (("--prompts", os.devnull), "/dev/null is a pipe or a device: give a file"),
         (("--draft-vocab-size", 9999), "draft-vocab-size 9,999 is more than the model's"),
+        (("--out", ""), "Invalid value for '--out': the path is empty: see"),
         (("--beta1", 1.5), "beta1 1.5 is out of range: use >= 0 and < 1"),
         (("--weight-decay", -1), "weight-decay -1.0 is out of range"),
         (("--ce-weight", 0, "--feature-weight", 0), "train nothing"),
