@@ -31,7 +31,7 @@ from fasteagle.cli.command import Script
 from fasteagle.cli.options import FILE, Numbers, comma_list
 from fasteagle.errors import FasteagleError, first_line
 from fasteagle.loading.registry import preset
-from fasteagle.paths import write_json
+from fasteagle.paths import require_writable, write_json
 from fasteagle.quant.interleaved import layout_for
 from fasteagle.quant.kernels import card_of
 from fasteagle.quant.tiling import Card, microseconds, tiling
@@ -100,6 +100,8 @@ def main(
     json_path: Path | None,
     md: bool,
 ) -> None:
+    if json_path:
+        require_writable(json_path)
     meta = conditions(accumulate, device)
     card = card_of(torch.device(device))
     bandwidth = meta["copy_gb_s"] = copy_bandwidth(torch.device(device))

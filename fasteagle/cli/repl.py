@@ -16,7 +16,7 @@ from fasteagle.drafting.draft_model import ModelDrafter
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import FasteagleError, counted, note, reason_of, shown, suggest, within
 from fasteagle.options import AnswerOptions, SamplingParams
-from fasteagle.paths import state_dir, write_atomic
+from fasteagle.paths import require_writable, state_dir, write_atomic
 
 PROMPT = ">>> "
 CONTINUATION = "... "
@@ -237,6 +237,7 @@ class Repl:
 
     def _save(self, name: str) -> None:
         path = _file_argument(name, "/save")
+        require_writable(path)
         content = {
             "system": self.session.system,
             "turns": self.session.turns,

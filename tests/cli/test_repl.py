@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from types import SimpleNamespace
@@ -183,8 +184,10 @@ def test_save_and_load(typed, tmp_path):
     typed("/set seed=1")
     assert "loaded 2 messages" in typed(f"/load {path}")
     assert "seed = 9" in typed("/show") and "cached" in typed("more")
+    os.mkfifo(tmp_path / "pipe")
     for command, message in (
         ("/save", "wants a file name"),
+        (f"/save {tmp_path / 'pipe'}", "it is a pipe or a device: give a file's name"),
         ("/load /nowhere/x", "cannot read"),
         ("/load ~nobody-at-all/x", "~nobody-at-all/x: "),
         ("/save /proc/nowhere/x", "cannot write"),
