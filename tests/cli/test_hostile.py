@@ -89,7 +89,7 @@ REFUSED = [
     (TRAIN, "", "nothing to train on: give --data"),
     (TRAIN, "--data DIR/text", "DIR/text, line 1: expected"),
     (TRAIN, "--prompts DIR/text", "DIR/text, line 1: expected"),
-    (TRAIN, "--prompts /dev/zero", "cannot read /dev/zero: line 1 has more than 64 MiB"),
+    (TRAIN, "--data /dev/zero", "cannot read /dev/zero: line 1 has more than 64 MiB"),
     (TRAIN, "--algorithm foo", "algorithm 'foo' is unknown: use eagle1, eagle3 or eagle3.1"),
     (TRAIN, "--tap-layers 1,2,3", "--tap-layers and --borrow-lm-head are for EAGLE-3 heads"),
     (TRAIN, "--lr nan", "lr nan is out of range"),
