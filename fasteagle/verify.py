@@ -36,7 +36,7 @@ def accept(drawn: Tensor, proposal: Proposal, depth: int) -> Accepted:
     T = drawn.shape[0]
     row = torch.arange(T, device=drawn.device)
     matches = (tree.valid & (tree.tokens == drawn[tree.parents])) | (row == 0)
-    alive = ~(tree_mask & ~matches.unsqueeze(0)).any(-1) & tree.valid
+    alive = ~(tree_mask & ~matches.unsqueeze(0)).any(-1)
     # Siblings differ, so the rows in `alive` form one path, which ends at the deepest of them.
     # One-element indices, because a graph cannot index by a scalar on the device.
     last = torch.where(alive, depths, -1).argmax(0, keepdim=True)

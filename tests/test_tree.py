@@ -7,7 +7,7 @@ import torch
 
 from fasteagle.errors import FasteagleError
 from fasteagle.shapes import TreeShape
-from fasteagle.tree import Pool, ancestor_mask, rerank
+from fasteagle.tree import Pool, TreeView, ancestor_mask, relations, rerank
 
 
 def random_parents(n: int, seed: int) -> torch.Tensor:
@@ -27,6 +27,20 @@ def test_ancestor_mask_against_walking_up(n):
                 path.add(at)
             assert set(mask[j].nonzero()[:, 0].tolist()) == path
             assert depths[j] == len(path) - 1
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 4, 8])
+def test_a_row_sees_the_last_keys_of_its_own_path(window):
+    """The committed ones, its ancestors and itself."""
+    seq_len, parents = 5, random_parents(12, 3)
+    _, depths, paths = relations(parents, torch.ones(12, dtype=torch.bool))
+    mask = TreeView(torch.tensor(seq_len), paths, depths, window).mask(20)
+    for j, row in enumerate(mask):
+        path = [j]
+        while path[0]:
+            path.insert(0, int(parents[path[0]]))
+        slots = [*range(seq_len), *(seq_len + i for i in path)]
+        assert row.nonzero()[:, 0].tolist() == slots[-(window or 20) :]
 
 
 def test_padding_rows_see_themselves_only():
