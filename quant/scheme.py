@@ -55,6 +55,8 @@ class Scheme:
     @property
     def head_bytes(self) -> float:
         """Bytes per weight of the LM head."""
+        if self.head_bits == 4:  # in the groups of the linears, or of 32
+            return grouped_bytes(4, self.group_size or 32)
         return self.linear_bytes if self.head_bits == self.bits else self.head_bits / 8
 
     def model_bytes(self, config: ModelConfig) -> int:

@@ -29,6 +29,10 @@ def test_model_bytes_by_hand():
     assert int4.model_bytes(SEVEN) == pytest.approx(0.53125 * linear + 3 * table)
     all_int4 = parse_scheme("int4-g128", SEVEN, head_bits=4)
     assert all_int4.model_bytes(SEVEN) == pytest.approx(0.53125 * (linear + table) + 2 * table)
+    int8 = parse_scheme("int8", SEVEN, head_bits=4)
+    assert int8.model_bytes(SEVEN) == linear + 0.625 * table + 2 * table
+    grouped = Scheme(8, 32, "own", head_bits=8)
+    assert grouped.model_bytes(SEVEN) == 1.0625 * (linear + table) + 2 * table
     assert BF16.model_bytes(SMALL) == 2 * (SMALL.linear_params + 49152 * 576)
     assert INT8.model_bytes(SMALL) == SMALL.linear_params + 3 * 49152 * 576
 
@@ -51,6 +55,8 @@ def test_the_widest_group_that_fits():
     assert int4_for(odd).group_size == 128
     assert int4_for(dataclasses.replace(odd, dense_blocks=(0,))).group_size == 32
     assert int4_for(mixture(shared_ffn_dim=1088)).group_size == 64
+    wide = dataclasses.replace(SEVEN, n_head=33, n_kv_head=33, head_dim=96)
+    assert int4_for(wide).group_size == 32  # of 3,168 outputs of attention
 
 
 @pytest.mark.parametrize(
