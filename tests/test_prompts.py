@@ -59,6 +59,12 @@ def test_the_shortest_answer_that_is_read(tmp_path):
     assert read_conversations(path, 300, 512) == [Conversation([1, 2, 3, 4], 1)]
 
 
+def test_lines_beyond_the_limit_are_not_read(tmp_path):
+    path = tmp_path / "c.jsonl"
+    path.write_text('{"ids": [1, 2, 3, 4], "prompt_len": 1}\n' * 2 + "{")
+    assert len(read_conversations(path, 300, 512, 2)) == 2
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -8,8 +8,10 @@ import torch
 from fasteagle.config import Eagle3Config, Llama3RopeScaling
 from fasteagle.generate import Engine
 from fasteagle.loading.heads import inspect as module
+from fasteagle.loading.heads.find import HeadFiles
 from fasteagle.loading.heads.write import save_head
 from fasteagle.loading.tensors import fingerprint
+from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.options import DraftOptions
 from head_folders import DIALECTS, DRAFT_IDS, head_for, write_folder
 from helpers import drafting_of, edit_json, invoke, random_head, random_target, tiny_config
@@ -162,6 +164,13 @@ def test_probe_runs_and_says_which_layers_are_best(own_head, tiny_dir, monkeypat
     assert result.stdout.endswith("better: --tap-layers 1,2,3\n")
     known[(1, 2, 3)] = 0.1
     assert run(own_head, *options)[2].stdout.endswith("best as read\n")
+
+
+def test_a_probe_leaves_no_head_in_memory(own_head, tiny_dir, model, monkeypatch):
+    monkeypatch.setattr(module, "PROBE_TOKENS", 8)
+    engine, files = Engine(model, 512), HeadFiles(own_head, "here")
+    (measured,) = module.measure_aux_layers(files, engine, load_tokenizer(tiny_dir))
+    assert measured[0] == (0, 1, 3) and engine.drafter is None
 
 
 def test_aux_layers_by_option_reach_the_engine(own_head, tiny_dir, model, checkpoint):

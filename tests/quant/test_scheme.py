@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from fasteagle.config import ModelConfig, MoEConfig
+from fasteagle.config import HeadConfig, ModelConfig, MoEConfig, draft_block
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.registry import preset
 from fasteagle.quant.scheme import BF16, INT8, Scheme, grouped_bytes, int4_for, parse_scheme
@@ -35,6 +35,12 @@ def test_model_bytes_by_hand():
     assert grouped.model_bytes(SEVEN) == 1.0625 * (linear + table) + 2 * table
     assert BF16.model_bytes(SMALL) == 2 * (SMALL.linear_params + 49152 * 576)
     assert INT8.model_bytes(SMALL) == SMALL.linear_params + 3 * 49152 * 576
+
+
+def test_a_draft_head_has_the_format_of_its_target():
+    own, linear = HeadConfig(draft_block(SEVEN), 8000), 6 * 4096**2 + 3 * 4096 * 11008
+    assert BF16.draft_head_bytes(own) == 2 * (linear + 8000 * 4096)
+    assert parse_scheme("int4-g128", SEVEN).draft_head_bytes(own) == 0.53125 * linear + 8000 * 4096
 
 
 def mixture(**changes) -> ModelConfig:
