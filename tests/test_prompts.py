@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fasteagle import prompts
 from fasteagle.errors import FasteagleError
 from fasteagle.prompts import Conversation, Question, read_conversations, read_questions
 
@@ -57,6 +58,21 @@ def test_the_shortest_answer_that_is_read(tmp_path):
     path = tmp_path / "c.jsonl"
     path.write_text('{"ids": [1, 2, 3], "prompt_len": 1}\n{"ids": [1, 2, 3, 4], "prompt_len": 1}')
     assert read_conversations(path, 300, 512) == [Conversation([1, 2, 3, 4], 1)]
+
+
+def test_an_answer_is_greedy_at_temperature_0_alone(tmp_path):
+    path = tmp_path / "c.jsonl"
+    temperatures = ("", ', "T": 0', ', "T": 0.7')
+    lines = (f'{{"ids": [1, 2, 3, 4], "prompt_len": 1{t}}}\n' for t in temperatures)
+    path.write_text("".join(lines))
+    assert [c.greedy for c in read_conversations(path, 300, 512)] == [False, True, False]
+
+
+def test_a_line_without_an_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(prompts, "MOST_TEXT", 1 << 20)
+    (path := tmp_path / "q.jsonl").write_text('{"turns": ["one"]}\n' + "[" * (1 << 20))
+    with pytest.raises(FasteagleError, match="cannot read .*: line 2 has more than 1 MiB"):
+        read_questions(path, None)
 
 
 def test_lines_beyond_the_limit_are_not_read(tmp_path):
