@@ -146,12 +146,10 @@ def head_shape(name: str, config: ModelConfig) -> HeadConfig:
     """
     shipped, published = _shipped_heads().get(name), _published(name)
     if shipped is not None:
-        raw = read_json(shipped / "config.json")
-        if (raw["hidden_size"], raw["vocab_size"]) == (config.dim, config.vocab_size):
-            return head_from_hf(raw, str(shipped / "config.json"))
+        path = shipped / "config.json"
+        return head_from_hf(read_json(path), str(path))
     block = dataclasses.replace(draft_block(config), rope_base=10000.0)
     if published is None or published.algorithm != EAGLE3:
         return HeadConfig(block, config.vocab_size)
     own = Eagle3Config(default_aux_layers(config.n_layer), target_dim=config.dim)
-    size = min(EAGLE3_TOKENS, config.vocab_size)
-    return HeadConfig(block, size, fc_bias=False, eagle3=own)
+    return HeadConfig(block, EAGLE3_TOKENS, fc_bias=False, eagle3=own)
