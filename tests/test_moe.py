@@ -91,6 +91,22 @@ def test_blocks_without_experts_are_those_the_config_names():
     assert read.dense_blocks == (0, 1, 2)
     read = from_hf(QWEN | {"mlp_only_layers": [2]}, "c")
     assert [read.has_experts(i) for i in range(3)] == [True, True, False]
+    ernie = ERNIE | {"num_hidden_layers": 6}
+    ends = {"moe_layer_start_index": 2, "moe_layer_end_index": 4}
+    assert from_hf(ernie, "c").dense_blocks == (0,), "up to the last block"
+    assert from_hf(ernie | ends, "c").dense_blocks == (0, 1, 5)
+    assert from_hf(ernie | ends | {"moe_layer_interval": 2}, "c").dense_blocks == (0, 1, 2, 4, 5)
+
+
+def test_a_granite_model_may_have_no_shared_expert():
+    granite = MIXTRAL | {"architectures": ["GraniteMoeSharedForCausalLM"]}
+    assert from_hf(granite, "c").moe.shared_ffn_dim == 0
+    assert from_hf(granite | {"shared_intermediate_size": 48}, "c").moe.shared_ffn_dim == 48
+
+
+@pytest.mark.parametrize("dtype", ["torch.bfloat16", "float8_e4m3fn"])
+def test_dtypes_that_files_name(dtype):
+    assert from_hf(MIXTRAL | {"torch_dtype": dtype}, "c") == from_hf(MIXTRAL, "c")
 
 
 @pytest.mark.parametrize(
@@ -109,6 +125,10 @@ def test_blocks_without_experts_are_those_the_config_names():
         (QWEN | {"mlp_only_layers": [3]}, "mlp_only_layers is .3.: .* from 0 to 2"),
         (MIXTRAL | {"architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0}, "clip_qkv is 8.0"),
         (ERNIE | {"moe_norm_min": 0.5}, "moe_norm_min is 0.5"),
+        (
+            ERNIE | {"moe_num_shared_experts": 1024, "moe_intermediate_size": 2048},
+            "moe_num_shared_experts is 1024: must be 512 at most",
+        ),
         ({"architectures": ["GptOssForCausalLM"]}, "'GptOssForCausalLM' is not supported .att"),
         ({"architectures": ["Qwen3NextForCausalLM"]}, "'Qwen3NextForCausalLM' .* .linear atten"),
     ],
