@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
+from fasteagle.quant.scheme import Scheme
 from fasteagle.shapes import FusedShape, TreeShape
 from helpers import raising
 
@@ -37,15 +39,18 @@ def reported(*rows):
 
 
 def test_arithmetic_of_a_row():
-    row = row_of(Turn([1] * 11, 0.5, 2.0, 10), Turn([1] * 31, 0.7, 3.0, 10), Turn([1], 0.9, 0.0, 0))
+    row = row_of(Turn([1] * 11, 0.5, 2.0, 10), Turn([1] * 31, 0.7, 3.0, 10), Turn([1], 1.0, 0.0, 0))
     assert row.tokens == 43 and row.seconds == 5.0
     assert row.tok_s == pytest.approx(40 / 5)
     assert row.tau == pytest.approx(40 / 20)
     assert row.turn_rates == [[pytest.approx(5), pytest.approx(10), None]]
-    other = row_of(Turn([1] * 21, 0.5, 1.0, 10), name="eagle")
+    other = row_of(Turn([1] * 21, 0.5, 1.0, 10), name="eagle", scheme=Scheme(4, 64, "hqq"))
     first, second = reported(row, other)
     assert (first["speedup_vs_plain"], second["speedup_vs_plain"]) == (1.0, 2.5)
     assert first["ttft_s"] == 0.7 and "outputs" not in first
+    assert first["turn_ttft_s"] == [[0.5, 0.7, 1.0]]
+    assert (first["scheme"], first["lm_head_bits"]) == (None, None)
+    assert (second["scheme"], second["lm_head_bits"]) == ("int4-g64-hqq", 16)
     assert first["turn_tok_s"] == [[5.0, 10.0, None]] and first["tok_s_median"] == 7.5
 
 
@@ -146,8 +151,8 @@ def test_the_cells_of_the_table():
         "peak GB": "3.00",
     }
     assert tuned["tree"] == "auto: all"
-    stats.parts_timed = False
-    assert "draft_ms" not in reported(row)[0]
+    untimed = dataclasses.replace(slow, stats=dataclasses.replace(stats, parts_timed=False))
+    assert "draft_ms" not in reported(row_of(slow, untimed))[0]
 
 
 def test_acceptance_of_a_chain_is_counted_by_depth():
@@ -162,7 +167,7 @@ def test_acceptance_of_a_chain_is_counted_by_depth():
 def test_a_report_says_how_our_kernels_accumulate(backend, sums):
     runtime = RuntimeOptions(device="cpu", backend=backend, quant="int4")
     report = build_report([], BenchOptions(), runtime, save_outputs=False)
-    assert report["meta"]["accumulate"] == sums
+    assert report["meta"]["accumulate"] == sums and report["meta"]["data"] == "package prompts"
 
 
 # Names

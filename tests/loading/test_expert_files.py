@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from families import MOE_FAMILIES
 from fasteagle.config import Multipliers
+from fasteagle.config_gguf import from_gguf
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.changed import ChangedCheckpoint
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
@@ -142,6 +143,14 @@ def test_gguf_metadata_is_checked(tmp_path, key, value, message):
     write_gguf(tmp_path / "m.gguf", make_hf_model("mixtral"), extra={key: value})
     with pytest.raises(FasteagleError, match=message):
         open_checkpoint(tmp_path / "m.gguf")
+
+
+def test_gguf_metadata_of_experts_counts_them():
+    sizes = {"embedding_length": 64, "attention.head_count": 4, "feed_forward_length": 32}
+    sizes |= {"block_count": 2, "attention.layer_norm_rms_epsilon": 1e-5}
+    metadata = {"general.architecture": "olmoe"} | {f"olmoe.{key}": n for key, n in sizes.items()}
+    with pytest.raises(FasteagleError, match="olmoe.expert_count is missing"):
+        from_gguf(metadata, vocab_size=9, tied=True, rope_freq_factors=None, source="m.gguf")
 
 
 @pytest.mark.parametrize("case", ["gptq", "awq", "compressed", "compressed-8bit"])
