@@ -123,6 +123,9 @@ def test_arithmetic_of_a_simulated_row():
     _, record = reported(row_of(Turn([1] * 11, 0.5, 2.0, 10)), row)
     assert (record["speedup_vs_plain"], record["tau"], record["measured_tau"]) == (3.0, 3.0, 1.0)
     assert [record[name] for name in ("draft_ms", "verify_ms", "other_ms")] == [50, 100, 50]
+    (alone,) = reported(row)
+    cells = dict(zip(reports.COLUMNS, reports._cells(alone), strict=True))
+    assert (cells["tau"], cells["x plain"]) == ("3.00 *simulated*", "-")
 
 
 def test_the_cells_of_the_table():

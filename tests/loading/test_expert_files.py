@@ -145,11 +145,18 @@ def test_gguf_metadata_is_checked(tmp_path, key, value, message):
         open_checkpoint(tmp_path / "m.gguf")
 
 
-def test_gguf_metadata_of_experts_counts_them():
-    sizes = {"embedding_length": 64, "attention.head_count": 4, "feed_forward_length": 32}
+@pytest.mark.parametrize(
+    ("kind", "more", "message"),
+    [
+        ("olmoe", {}, "olmoe.expert_count is missing"),
+        ("llama", {"nextn_predict_layers": 2}, "nextn_predict_layers is 2: .* from 0 to 1"),
+    ],
+)
+def test_gguf_metadata_without_experts_or_blocks(kind, more, message):
+    sizes = {"embedding_length": 64, "attention.head_count": 4, "feed_forward_length": 32, **more}
     sizes |= {"block_count": 2, "attention.layer_norm_rms_epsilon": 1e-5}
-    metadata = {"general.architecture": "olmoe"} | {f"olmoe.{key}": n for key, n in sizes.items()}
-    with pytest.raises(FasteagleError, match="olmoe.expert_count is missing"):
+    metadata = {"general.architecture": kind} | {f"{kind}.{key}": n for key, n in sizes.items()}
+    with pytest.raises(FasteagleError, match=message):
         from_gguf(metadata, vocab_size=9, tied=True, rope_freq_factors=None, source="m.gguf")
 
 

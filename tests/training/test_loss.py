@@ -254,6 +254,8 @@ def test_noise_is_uniform_to_both_sides_and_reaches_the_loss(target, store):
     first, second = (batch.noisy(options, 7) - batch.features.float())[:2, :4]
     assert not torch.allclose(first, second, atol=0.01), "of each conversation its own"
     assert abs(noise.mean()) < 0.06 and noise.std().item() == pytest.approx(1 / 3**0.5, abs=0.03)
+    largest = dataclasses.replace(options, seed=2**63 - 1)
+    assert batch.noisy(largest, 7).isfinite().all() and next(batches(store, [3], largest)) == [3]
     head = new_head_ready(target, options)
     lm_rows, none = target.head_rows(torch.arange(30)), dataclasses.replace(options, noise=0.0)
     losses = [head_loss(head, lm_rows, batch, o, s) for o, s in ((options, 7), (options, 8))]
