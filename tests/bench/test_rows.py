@@ -83,8 +83,10 @@ def test_a_turn_of_a_model_is_what_its_engine_did(target):
     with pytest.raises(FasteagleError, match="prompt"):
         decoder.check([5] * 200)
     row = Row("ngram", "fp32", decoder, 1, questions=[[one]])
+    engine.drafter.policy = SimpleNamespace(explain=lambda: "it pays", shares=lambda: "all of it")
     row.decoder.close()
     assert decoder.tree == engine.drafter.shape and not hasattr(decoder, "engine")
+    assert (decoder.auto, decoder.auto_shares) == ("it pays", "all of it")
 
 
 def test_prompt_lookup_counts_its_first_batch_apart():

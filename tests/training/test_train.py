@@ -243,7 +243,7 @@ def test_training_stops_when_held_out_text_gains_nothing(trainer):
     assert made.step == 8
 
 
-@pytest.mark.parametrize("aux_layers", [(2, 1), (1, 4)])
+@pytest.mark.parametrize("aux_layers", [(2, 1), (1, 4), (-1, 2)])
 def test_aux_layers_that_the_model_lacks(aux_layers):
     with pytest.raises(FasteagleError, match="must ascend within 0 .. 3"):
         TrainOptions(algorithm="eagle3", tap_layers=aux_layers).aux_layers_of(3)
