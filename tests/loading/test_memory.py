@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,13 +22,14 @@ from fasteagle.loading.entries import REGISTRY
 from fasteagle.loading.heads.find import head_shape
 from fasteagle.loading.make_drafter import Drafting, plan_drafting
 from fasteagle.loading.memory import Setting, best_fit, needed_bytes, settings
+from fasteagle.loading.names import expected_shapes
 from fasteagle.loading.open import OpenedModel, PreparedModel, open_model
-from fasteagle.loading.tensors import DummyCheckpoint
+from fasteagle.loading.tensors import DummyCheckpoint, weight_bytes
 from fasteagle.loading.tokenizer import dummy_tokenizer
 from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
 from fasteagle.paths import cache_dir
 from fasteagle.quant.scheme import BF16, Scheme, int4_for
-from helpers import generated, invoke, raising
+from helpers import generated, invoke, raising, tiny_config
 
 LLAMA = REGISTRY["llama2-7b"].config
 GIB = 2**30
@@ -62,6 +64,15 @@ def test_the_parts_of_7b():
     whole, small = (needed_bytes(LLAMA, Setting(int4, kv, 4096)) for kv in ("auto", "int8"))
     less = 2 * 32 * 32 * (256 - 144) * (4096 + 320 + 512)
     assert whole - small == less - (4096 + 320) * 32 * 128 * 12, "a block's are dequantized"
+
+
+def test_a_product_of_mixed_bits_runs_in_eight():
+    config = tiny_config(n_layer=2)
+    shape, rows = expected_shapes(config).__getitem__, Scheme(8, 0, "own")
+    mixed = SimpleNamespace(config=config, shape=shape, bits=lambda n: 8 if "v_proj" in n else 4)
+    more = weight_bytes(mixed, Scheme(4, 32, "own")) - Scheme(4, 32, "own").model_bytes(config)
+    assert more == 2 * config.dim * config.qkv_dim * (1.0625 - 0.625)
+    assert weight_bytes(mixed, rows) == rows.model_bytes(config)
 
 
 def test_the_most_exact_setting_that_fits():

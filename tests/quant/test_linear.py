@@ -101,6 +101,12 @@ def test_stacking_keeps_every_value():
     assert torch.equal(a.rows(index).dequantize(), a.dequantize()[index])
 
 
+def test_of_weights_that_make_one_product_those_in_eight_bits_stay():
+    four, eight = quantize_weight(weight(), Scheme(4, 64)), quantize_weight(weight(), Scheme(8, 32))
+    widened, same = source._in_same_bits([four, eight])
+    assert same is eight and (widened.bits, widened.group_size) == (8, 32)
+
+
 def test_stacking_one_by_one_is_left_where_formats_differ():
     a, b = (quantize_weight(weight(seed=i), Scheme(4, 64)) for i in (1, 2))
     whole, expected = stack_one_by_one(iter((a, b)), 96), stack((a, b))
