@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -195,6 +196,12 @@ def test_layers_of_the_head_are_for_rows_that_have_one():
     draft = DraftOptions(head="own", tap_layers=(1, 2, 3))
     rows = {name: RowSpec(name).draft_options(draft).tap_layers for name in ("eagle", "ngram")}
     assert rows == {"eagle": (1, 2, 3), "ngram": None}
+
+
+def test_files_to_quote_are_for_rows_that_look_up():
+    draft = DraftOptions(lookup=(Path("a.txt"),))
+    looked_up = [RowSpec(n).draft_options(draft).lookup for n in ("eagle", "fused", "ngram")]
+    assert looked_up == [(), draft.lookup, draft.lookup]
 
 
 def test_the_usual_trees():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 
 from fasteagle.errors import FasteagleError
 from fasteagle.loading import source
-from fasteagle.loading.source import head_scheme, quantize_, quantize_head_
+from fasteagle.loading.source import Linears, head_scheme, quantize_, quantize_head_
 from fasteagle.model import EagleHead, rows_product
 from fasteagle.quant import interleaved, packed
 from fasteagle.quant import linear as linear_module
@@ -105,6 +106,26 @@ def test_of_weights_that_make_one_product_those_in_eight_bits_stay():
     four, eight = quantize_weight(weight(), Scheme(4, 64)), quantize_weight(weight(), Scheme(8, 32))
     widened, same = source._in_same_bits([four, eight])
     assert same is eight and (widened.bits, widened.group_size) == (8, 32)
+
+
+@pytest.mark.parametrize(
+    ("native", "head_bits", "is_own"), [(True, 8, True), (False, 8, False), (True, 4, False)]
+)
+def test_a_tied_table_in_the_bits_of_the_lm_head_is_not_rounded_again(
+    monkeypatch, native, head_bits, is_own
+):
+    """Where kernels have its groups."""
+    made, table = [], quantize_weight(weight(k=64), Scheme(8, 32))
+    monkeypatch.setattr(source, "make_linear", lambda w, *more: made.append(w) or nn.Identity())
+    checkpoint = SimpleNamespace(
+        scheme=Scheme(8, 32, "own", head_bits),
+        config=SimpleNamespace(tie_embeddings=True),
+        packed=lambda name: table,
+        columns=lambda name: None,
+        load=lambda name: table.dequantize(),
+    )
+    Linears(checkpoint, "cpu", torch.bfloat16, native).lm_head()
+    assert [weight is table for weight in made] == [is_own]
 
 
 def test_stacking_one_by_one_is_left_where_formats_differ():

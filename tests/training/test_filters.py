@@ -33,6 +33,10 @@ def test_eight_words_in_a_row_are_too_many(text, is_like):
     assert Excluded([ONE, "Why not?", "..."]).matches(text) is is_like
 
 
+def test_the_longest_text_that_counts_as_said_again():
+    assert repetition([*range(64)] * 3) == 64 and repetition([*range(65)] * 3) is None
+
+
 def test_every_turn_of_every_file_is_excluded(tmp_path):
     files = [
         write_questions(tmp_path / "a.jsonl", ["first", ONE]),
