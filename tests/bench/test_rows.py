@@ -204,6 +204,12 @@ def test_files_to_quote_are_for_rows_that_look_up():
     assert looked_up == [(), draft.lookup, draft.lookup]
 
 
+def test_sampled_children_are_for_rows_of_static_trees():
+    draft = DraftOptions(drafter="eagle-static", verify="multi-round")
+    verify = [RowSpec(n).draft_options(draft).verify for n in ("eagle", "ngram", "eagle-chain")]
+    assert verify == ["match", "match", "multi-round"]
+
+
 def test_the_usual_trees():
     draft = DraftOptions(lookup_depth=5)
     assert RowSpec("fused").planned_tree(draft, False) == FusedShape(3, 3, 8, 5)

@@ -128,6 +128,13 @@ def test_a_tied_table_in_the_bits_of_the_lm_head_is_not_rounded_again(
     assert [weight is table for weight in made] == [is_own]
 
 
+def test_a_product_of_which_only_a_part_is_quantized_is_refused():
+    packed = {"a": quantize_weight(weight(), Scheme(8)), "b": None}
+    checkpoint = SimpleNamespace(scheme=Scheme(8), packed=packed.get)
+    with pytest.raises(FasteagleError, match="a, b make one product, but only some are quantized"):
+        Linears(checkpoint, "cpu", torch.bfloat16).linear(["a", "b"], None)
+
+
 def test_stacking_one_by_one_is_left_where_formats_differ():
     a, b = (quantize_weight(weight(seed=i), Scheme(4, 64)) for i in (1, 2))
     whole, expected = stack_one_by_one(iter((a, b)), 96), stack((a, b))

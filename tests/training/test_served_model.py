@@ -287,12 +287,15 @@ def test_half_of_a_character_in_an_answer_is_replaced(stub, ask, tmp_path):
 
 @pytest.mark.parametrize(("before", "answer"), [("Q: ", "yes."), ("other: ", "yes")])
 def test_an_answer_before_which_the_template_writes_something_else_has_no_end_mark(before, answer):
-    """The tokens of a whole conversation are those of an answer only after what was asked."""
+    """The tokens of a whole conversation are those of an answer only after what was asked.
+
+    What follows its end mark is not of it.
+    """
 
     def encode(text):
         return [*map(ord, text)]
 
-    tokenizer = SimpleNamespace(encode=encode, eos_ids={ord(".")}, render=lambda *_: "Q: yes.")
+    tokenizer = SimpleNamespace(encode=encode, eos_ids={ord(".")}, render=lambda *_: "Q: yes.\n")
     model = served_model.ServedModel("http://localhost", "m", tokenizer, None)
     assert model._answer_ids((), before, "yes", False) == encode(answer)
 
