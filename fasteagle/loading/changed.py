@@ -43,7 +43,7 @@ class ChangedCheckpoint(Checkpoint):
 
     @property
     def own_scheme(self) -> Scheme | None:
-        return self.inner.own_scheme if self.scheme is None else self.scheme
+        return self.inner.own_scheme
 
     @property
     def widened(self) -> list[str]:

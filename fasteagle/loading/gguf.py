@@ -131,8 +131,6 @@ class GGUFFile(Checkpoint):
         Files often mix formats. The model may run in another `scheme`: for another precision the
         dequantized values run.
         """
-        if self.scheme is not None:
-            return self.scheme
         linears = self._linear_kinds()
         if not linears <= GGUF_BLOCKS.keys():
             return None

@@ -258,3 +258,6 @@ def test_this_machine_is_measured(monkeypatch):
     monkeypatch.setattr(device_speed, "_best_seconds", lambda work: 0.5)
     assert device_speed.read_bandwidth(2**20) == pytest.approx(2**21 / 1e9)
     assert device_speed.copy_bandwidth(CPU, 2**20) == pytest.approx(2**22 / 1e9)
+    monkeypatch.setattr(device_speed, "available_bytes", lambda device: 2**20)
+    assert device_speed.read_bandwidth(2**20) == pytest.approx(2**19 / 1e9), "in a quarter of it"
+    assert device_speed.copy_bandwidth(CPU, 2**20) == pytest.approx(2**20 / 1e9)

@@ -81,6 +81,7 @@ def test_the_most_exact_setting_that_fits():
     for setting, size in zip(settings(LLAMA, 4096), sizes, strict=True):
         assert best_fit(LLAMA, size, 4096) == setting
     assert best_fit(LLAMA, sizes[-1] - 1, 4096) is None
+    assert [s.context for s in settings(LLAMA, 3000)][3:] == [3000, 1500, 1024]
 
 
 @pytest.mark.parametrize(
