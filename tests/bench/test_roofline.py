@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -261,3 +262,15 @@ def test_this_machine_is_measured(monkeypatch):
     monkeypatch.setattr(device_speed, "available_bytes", lambda device: 2**20)
     assert device_speed.read_bandwidth(2**20) == pytest.approx(2**19 / 1e9), "in a quarter of it"
     assert device_speed.copy_bandwidth(CPU, 2**20) == pytest.approx(2**20 / 1e9)
+
+
+def test_the_peak_of_this_process_is_in_bytes_and_since_the_last_reset(monkeypatch):
+    reset, read = device_speed.peak_meter(CPU)
+    held = torch.ones(2**26)  # 256 MiB
+    before = read()
+    del held
+    reset()
+    if Path("/proc/self/clear_refs").exists():
+        assert read() < before - 2**27
+    monkeypatch.setattr(device_speed, "proc_field", lambda *names: "2048 kB")
+    assert read() == 2**21

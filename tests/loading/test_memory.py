@@ -28,7 +28,7 @@ from fasteagle.loading.tensors import DummyCheckpoint, weight_bytes
 from fasteagle.loading.tokenizer import dummy_tokenizer
 from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
 from fasteagle.paths import cache_dir
-from fasteagle.quant.scheme import BF16, Scheme, int4_for
+from fasteagle.quant.scheme import BF16, INT8, Scheme, int4_for
 from helpers import generated, invoke, raising, tiny_config
 
 LLAMA = REGISTRY["llama2-7b"].config
@@ -64,6 +64,13 @@ def test_the_parts_of_7b():
     whole, small = (needed_bytes(LLAMA, Setting(int4, kv, 4096)) for kv in ("auto", "int8"))
     less = 2 * 32 * 32 * (256 - 144) * (4096 + 320 + 512)
     assert whole - small == less - (4096 + 320) * 32 * 128 * 12, "a block's are dequantized"
+
+
+def test_attention_may_be_what_is_dequantized_for_a_prompt():
+    narrow, bf16 = dataclasses.replace(LLAMA, ffn_dim=128), Setting(BF16, "auto", 4096)
+    quantized = needed_bytes(narrow, dataclasses.replace(bf16, scheme=INT8))
+    dense = needed_bytes(narrow, bf16) - 2 * narrow.params
+    assert quantized - INT8.model_bytes(narrow) - dense == 2 * 4096 * 3 * 4096
 
 
 def test_a_product_of_mixed_bits_runs_in_eight():
