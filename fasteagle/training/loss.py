@@ -282,7 +282,7 @@ def head_loss(
         if options.feature_weight:
             loss = loss + options.feature_weight * F.smooth_l1_loss(p.float(), t.float())
         total = total + weight * len(p) / count * loss
-    return total / weight_sum  # the first step has rows: read answers have three tokens or more
+    return total / max(weight_sum, 1e-9)
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:
