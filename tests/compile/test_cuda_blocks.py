@@ -284,6 +284,7 @@ def test_the_first_kernel_of_attention_rotates_heads_that_fit_it(E, fused):
     rows = torch.zeros(2, 1, E), torch.zeros(2, 1, E), torch.arange(2)
     view = TreeView(torch.tensor(9), torch.zeros(2, 1, dtype=torch.int32), torch.zeros(2), None)
     weights = mock.Mock(q_norm=None, out=mock.Mock(K=4 * E))
+    weights.mlp_norm.dtype = torch.bfloat16
     with (
         mock.patch.object(kernels, "partial_sums"),
         mock.patch.object(block_kernels, "rope") as rope,
@@ -294,6 +295,8 @@ def test_the_first_kernel_of_attention_rotates_heads_that_fit_it(E, fused):
         cuda_blocks._attention(None, weights, own, None, None, mock.Mock())
     assert rope_attention.called is fused
     assert rope.called is attention.called is not fused
+    rotates = rope_attention if fused else rope
+    assert rotates.call_args.args[0].dtype == torch.bfloat16, "as the cache has its keys"
 
 
 def test_what_is_too_large_for_one_program_or_in_documents_is_torchs():

@@ -15,6 +15,8 @@ from fasteagle.compile import cuda_draft
 from fasteagle.compile.cuda_draft import CudaDraft, SharedDraft, Variant
 from fasteagle.compile.split_cycles import SplitCycle
 from fasteagle.decoding.launch import Launch
+from fasteagle.drafting.base import DraftOps
+from fasteagle.drafting.draft_head import Prediction
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.quant.scheme import Scheme
@@ -172,6 +174,19 @@ def test_every_run_is_launched_to_be_compiled():
     expected = [*itertools.product((2, 4, 8), [3], (True, False))]
     assert sorted(own) == sorted([*expected, *itertools.product((2, 4), [9], (True, False))])
     assert made.return_value.launch_all.call_count == len(variants)
+
+
+def test_levels_are_ranked_too_where_kernels_are_launched_to_be_compiled():
+    """A kernel is another one where the rows of its logits are a multiple of 16."""
+    model, _ = packed_target(vocab_size=64)
+    drafter, ranked = EagleDrafter(random_head(model), TreeShape(2, 2, 4), 128), []
+    drafter.run_by(DraftOps(lambda logits, k: ranked.append((len(logits), k))))
+    shared = SharedDraft(drafter, Variant(8, 3, 2, 2, MODE, 128), torch.zeros(8, 128))
+    output = {"return_value": Prediction(torch.zeros(8, 64), torch.zeros(8, 128))}
+    level = mock.Mock(return_value=(torch.zeros(16, 64), torch.zeros(16, 128)))
+    with mock.patch.multiple(EagleDrafter, extend=mock.Mock(**output), step=level):
+        shared.launch_all()
+    assert ranked == [(8, 2), (16, 2)]
 
 
 def test_a_run_for_several_leaves_the_drafter_its_own_cache():

@@ -284,6 +284,8 @@ def test_a_cycle_from_candidates_is_captured_apart(engine):
     alone, together = (engine.runner._split_of(launch, each) for each in (None, pool))
     assert engine.runner.error is None
     assert alone.pool is None and torch.equal(together.pool.parents, pool.parents)
+    places = [each.data_ptr() for each in (*together.pool[:3], *pool[:3])]
+    assert len({*places}) == 6, "the next run may have other candidates there"
 
 
 @pytest.mark.parametrize("aux_layers", [(), (0, 1)])
