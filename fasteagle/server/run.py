@@ -191,4 +191,3 @@ def run(
         running.run(sockets=[listener])
     finally:
         server.queue.stop()
-        listener.close()

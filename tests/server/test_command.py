@@ -58,6 +58,7 @@ def test_how_the_command_line_says_to_answer(serve_dir, tmp_path, started):
     done = start(folder, *words)
     assert done.exit_code == 0, done.output
     (server,) = servers
+    assert server.name == "thinking", "clients learn no folder"
     defaults = server.planner._defaults
     assert (defaults.think, defaults.system) == (False, "Be brief.")
     assert defaults.form == GrammarSpec("regex", "a+")

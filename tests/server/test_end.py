@@ -83,6 +83,7 @@ def test_signals_are_handled_as_soon_as_it_says_that_it_serves(loaded):
     options = ServeOptions(port=0)
     server = Server(loaded, options, Defaults())
     run(server, listen(options), print, lambda: signal.raise_signal(signal.SIGINT))
+    assert not server.queue._thread.is_alive()
 
 
 SERVE = [sys.executable, "-m", "fasteagle", "serve", "--drafter", "ngram"]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
 from fasteagle.options import ServeOptions
+from fasteagle.server import app
 from fasteagle.server.bodies import whole_body
 from fasteagle.server.guard import Guard
 from fasteagle.server.job import CancelledError
@@ -70,6 +73,17 @@ def test_a_body_may_be_as_large_as_the_limit(parts):
     with pytest.raises(HTTPException, match=r"larger than 1,023 bytes") as error:
         asyncio.run(read(2**10 - 1))
     assert error.value.status_code == 413
+
+
+def test_a_prompt_of_ids_may_fill_a_long_context(monkeypatch):
+    """Its request has other values too."""
+    limits = []
+    monkeypatch.setattr(app, "body_route", lambda *most: limits.append(most) or APIRoute)
+    for max_seq_len in (2048, 2**18):
+        llm = SimpleNamespace(engine=SimpleNamespace(max_seq_len=max_seq_len))
+        server = SimpleNamespace(llm=llm, options=ServeOptions(max_body=1), metrics=None)
+        app.make_app(server, None)
+    assert limits == [(2**20, 2**18), (2**20, 2**19)]
 
 
 def test_a_client_that_leaves_within_its_body():
