@@ -160,7 +160,7 @@ class NativeDraft:
                 tree._replace(sources=sources), extended=source == HEAD
             )
         proposal = self._chains[rows, source]
-        tokens = torch.cat((state.root, tokens)) if rows > 1 else state.root
+        tokens = torch.cat((state.root, tokens))
         return proposal._replace(tree=proposal.tree._replace(tokens=tokens))
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fasteagle.compile import cpu_cycles
+from fasteagle.compile.cpu_blocks import MAX_ROWS
 from fasteagle.compile.cpu_cycles import MOST_CYCLES, CpuRunner, NativeCycles
 from fasteagle.compile.cpu_draft import NativeDraft
 from fasteagle.decoding.cycle import EAGER
@@ -95,6 +96,7 @@ def test_no_cycle_is_run_after_the_end(native, name):
     assert flat(chunks_of(engine, eos=frozenset((text[last],)))) == text[: last + 1]
     assert engine.stats.finish == "eos"
     assert int(engine.state.seq_len) - len(engine.cached) <= REACH
+    assert name != "plain" or int(engine.state.seq_len) == len(engine.cached)
 
 
 @pytest.mark.parametrize("name", ["plain", "eagle3", "fused eagle3"])
@@ -131,6 +133,24 @@ def test_cycles_of_a_call_are_as_many_as_have_time(native, calls, monkeypatch):
     calls.clear()
     chunks_of(engine)
     assert {*calls} == {1}
+
+
+def test_a_call_runs_cycles_of_one_variant(native):
+    """The policy may decide otherwise while some wait for other texts."""
+    engine = engine_of(native, drafter_of(native, "ngram"))
+    specs = (engine.spec(shape, SamplingMode()) for shape in (None, engine.drafter.shape))
+    plain, drafted = (Launch(spec, engine.drafter, None) for spec in specs)
+    for queued, n in (([plain, plain, drafted, plain], 2), ([drafted, plain], 1), ([], 0)):
+        engine.runner.queued[:] = queued
+        assert engine.runner.leading() == n
+    engine.runner.queued[:], engine.runner.at_once = [plain, drafted], MOST_CYCLES
+    assert engine.runner.take() is plain and engine.runner.at_once == 1, "nothing else is ahead"
+
+
+def test_no_call_runs_more_texts_than_a_pass_has_rows():
+    """As many conversations may be written at once for training."""
+    runners = [SimpleNamespace(leading=lambda: 1)] * (MAX_ROWS + 1)
+    assert cpu_cycles.run_queued(runners) == 0
 
 
 def test_kernels_that_leave_nothing_to_compile_run_several_cycles(native, calls):

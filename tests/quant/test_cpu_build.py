@@ -48,9 +48,10 @@ def fake_compiler(monkeypatch, tmp_path):
     ("script", "message", "left"),
     [
         ('echo "x.cpp:1: error: no such thing" >&2; exit 1\n', "failed: .*no such thing", ".lock"),
+        ('echo "error: $(printf %900d 7)" >&2; exit 1\n', "^the compiler failed.{0,180}$", ".lock"),
         (TO_OUTPUT + 'head -c 5000 /dev/zero > "$2"\n', "Could not load this library", ".lock"),
     ],
-    ids=["fails", "writes no library"],
+    ids=["fails", "fails at length", "writes no library"],
 )
 def test_a_compiler_that_fails_is_quoted_in_one_line_and_leaves_nothing(
     fake_compiler, script, message, left, tmp_path
