@@ -59,6 +59,7 @@ REFUSED = [
     (CHAT, "--max-new-tokens 0", "max-new-tokens 0 is out of range: use >= 1"),
     (CHAT, "--stop ''", "stop string is empty"),
     (CHAT, "-p ''", "prompt is empty"),
+    (CHAT, "-p ' '", "prompt is empty: give text after -p"),
     (CHAT, "--device tpu", "device 'tpu' is not supported: use auto, cpu, cuda or cuda:N"),
     (CHAT, "--max-seq-len 100000", "trained for (512): use at most 512"),
     (CHAT, "--threads 1000000", "threads 1000000 is out of range: use >= 1 and <= 1,024"),

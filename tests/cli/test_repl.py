@@ -58,6 +58,13 @@ def test_the_loop_goes_on_until_the_end(monkeypatch, capsys, typed, expected):
     assert ("not UTF-8 (unexpected end of data): not sent" in shown.err) == (typed[0] == b"caf\xe9")
 
 
+def test_quotes_end_a_text_of_several_lines_though_blanks_follow(monkeypatch):
+    lines = iter(['  """first', 'second""" ', "next"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    chat = object.__new__(repl.Repl)
+    assert [chat._read(), chat._read()] == ["first\nsecond", "next"]
+
+
 @pytest.fixture
 def typed(llm, capsys):
     """Returns what a new chat shows for a line; `typed.chat` is the chat."""

@@ -71,6 +71,13 @@ def test_the_end_of_a_server_finishes_the_running_answers(live, loaded, slow):
             assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]
 
 
+def test_a_stream_that_is_broken_off_says_so(live, slow):
+    with busy(live, 1) as ((_, lines),):
+        live.server.queue.break_off()
+        rest = [line for line in lines if line]
+    assert "the answer was broken off" in rest[-1] and "data: [DONE]" not in rest
+
+
 def test_the_first_signal_tells_what_the_second_does(live, loaded, slow, capfd):
     with serving(loaded) as served, busy(served, 1, max_tokens=30) as ((_, lines),):
         served.running.handle_exit(signal.SIGTERM, None)

@@ -218,6 +218,15 @@ def test_lines_and_numbers_of_requests(loaded, capfd):
     assert re.search(r"^fasteagle:request_planning_time_seconds_count{.*} 2.0$", text, re.M)
 
 
+def test_chunks_of_a_whole_reply_are_passed_on_at_its_end(live, slow, monkeypatch):
+    """Each group wakes the event loop, which takes the cores from the next passes."""
+    tell, told = Job._tell_group, []
+    monkeypatch.setattr(Job, "_tell_group", lambda job: told.append(job) or tell(job))
+    body = {**LONG, "max_tokens": 40, "stream": False, "speculate": False}
+    assert httpx.post(live.url + CHAT, json=body).status_code == 200
+    assert len(told) <= 3, "the first one at once, another before it is known who reads"
+
+
 def test_no_line_is_written_unless_wanted(live, capfd):
     for _ in range(2):
         assert httpx.get(f"{live.url}/health").is_success
