@@ -6,10 +6,12 @@ The device is a fake on the CPU that replays; everything else is what users run.
 from __future__ import annotations
 
 import builtins
+from unittest import mock
 
 import pytest
 from click.testing import _NamedTextIOWrapper
 
+from fasteagle.cli import chat
 from fasteagle.compile import graphs
 from fasteagle.decoding.backend import Backend
 from fasteagle.decoding.runner import Runner
@@ -72,6 +74,22 @@ def repl(run, monkeypatch):
     monkeypatch.setattr(builtins, "input", lambda prompt: next(lines))
     monkeypatch.setattr(_NamedTextIOWrapper, "isatty", lambda self: True, raising=False)
     return run(["--no-compile"])
+
+
+def test_only_a_terminal_has_dim_thoughts(tiny_dir, monkeypatch):
+    """What is written to a file while questions are typed has no codes."""
+    styles = []
+    monkeypatch.setattr(chat, "_question", lambda prompt: None)
+    monkeypatch.setattr(
+        chat, "Repl", lambda session, style, *rest: styles.append(style) or mock.Mock()
+    )
+    for on_terminal in (False, True):
+        monkeypatch.setattr(_NamedTextIOWrapper, "isatty", lambda _, is_=on_terminal: is_)
+        assert invoke("chat", "--model", tiny_dir, "--no-compile").exit_code == 0
+    assert [(style.on_terminal, style.dims_thoughts) for style in styles] == [
+        (False,) * 2,
+        (True,) * 2,
+    ]
 
 
 @pytest.mark.parametrize(

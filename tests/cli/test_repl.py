@@ -184,13 +184,14 @@ UNREADABLE = [
 
 def test_save_and_load(typed, tmp_path):
     path = tmp_path / "talk.json"
-    typed("/set temperature=0.7;seed=9")
+    typed("/set temperature=0.7;seed=9;stop=no such,text")
     typed("hello")
     assert "saved 2 messages" in typed(f"/save {path}")
     typed("/reset")
     typed("/set seed=1")
     assert "loaded 2 messages" in typed(f"/load {path}")
-    assert "seed = 9" in typed("/show") and "cached" in typed("more")
+    shown = typed("/show")
+    assert "seed = 9" in shown and "stop = no such,text\n" in shown and "cached" in typed("more")
     os.mkfifo(tmp_path / "pipe")
     for command, message in (
         ("/save", "wants a file name"),
