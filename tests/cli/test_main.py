@@ -79,6 +79,8 @@ def test_models_say_the_default_and_the_parameters_that_a_token_reads():
     params = {row[0]: row[1] for row in rows if len(row) > 1}
     assert [name for name in params if "(default)" in name] == [f"{DEFAULT_MODEL} (default)"]
     assert params["llama2-7b"] == "6.74B" and params["mixtral-8x7b"] == "46.70B, 12.88B a token"
+    here = {row[0]: row[5] for row in rows if len(row) > 6}
+    assert here["llama2-70b"] == "shape only" and here["llama2-7b"] == "no"
 
 
 def test_memory_at_int4_counts_the_draft_head_and_the_cache():

@@ -104,6 +104,11 @@ def test_what_stays_as_it_came(pieces):
     assert raw == "".join(pieces) + "\n"
 
 
+def test_characters_of_two_columns_fill_a_line_sooner():
+    _, raw = shown("**" + "\u6f22" * 25 + "**")  # 54 columns
+    assert "\x1b[1A" in raw, "of two lines"
+
+
 def test_a_thought_stays_and_the_rest_is_rendered():
     text, raw = shown("\x1b[2m<think>*hm*</think>\x1b[0m", "\n\nso **it** is")
     assert "<think>*hm*</think>" in text and "so it is" in text and "**" not in text

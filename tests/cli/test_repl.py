@@ -251,7 +251,8 @@ def test_an_answer_that_is_stopped_before_its_first_token(typed, capsys):
             if came:
                 typed.chat.session.turns.append({"role": "assistant", "content": "a"})
 
-    for came, said in (((), "nothing came yet"), ((Piece("a", False, False),), "stays in the")):
+    nothing, something = ((), "nothing came yet"), ((Piece("a", False, False),), "stays in the")
+    for came, said in (nothing, something, nothing):
         typed.chat._print(stopped(came))
         assert said in capsys.readouterr().out
 

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from fasteagle.answering.known_texts import Prompt
-from fasteagle.cli.session import ChatSession
+from fasteagle.cli.session import ChatSession, format_stats
+from fasteagle.decoding.stats import Stats
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.llm import LLM
@@ -170,3 +171,10 @@ def test_a_retry_that_brings_nothing_keeps_the_old_answer(session, monkeypatch):
     assert session.turns == turns and session.params.seed == seed
     "".join(piece.text for piece in session.retry())
     assert len(session.turns) == 4 and session.turns[:3] == turns[:3]
+
+
+def test_parts_of_a_replayed_cycle_have_no_times():
+    stats = Stats(passes=4, drafted=8, path_lengths=[1, 2], draft_seconds=0.008, verify_seconds=0.1)
+    assert format_stats(stats).endswith(" | draft 2.0 ms verify 25.0 ms")
+    stats.add_times(None, None)
+    assert format_stats(stats).endswith(" | draft - verify -")

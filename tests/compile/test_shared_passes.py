@@ -260,6 +260,8 @@ def test_parts_that_cannot_be_captured_run_without_a_graph(engine):
     assert texts == expected and graphs
     assert several.engines[0].runner.error.startswith("not permitted")
     assert not any(several.engines[0].runner._split.values())
+    several.engines[1].runner.error = "no memory"
+    assert several.engines[0].runner.error == "no memory", "a chat tells of any"
 
 
 @pytest.mark.parametrize(("n", "table"), [(1, "_replays"), (2, "_split")], ids=str)

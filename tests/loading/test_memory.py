@@ -13,6 +13,7 @@ from fasteagle import device as devices
 from fasteagle.cli.models import memory_cells
 from fasteagle.compile import cycles, int8_cache
 from fasteagle.decoding.context import MAX_TREE_ROWS, PREFILL_CHUNK_CUDA
+from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import EngineError, FasteagleError, is_out_of_memory
 from fasteagle.llm import open_llm
 from fasteagle.loading import checkpoint, make_drafter, memory
@@ -29,7 +30,8 @@ from fasteagle.loading.tokenizer import dummy_tokenizer
 from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
 from fasteagle.paths import cache_dir
 from fasteagle.quant.scheme import BF16, INT8, Scheme, int4_for
-from helpers import generated, invoke, raising, tiny_config
+from fasteagle.shapes import TreeShape
+from helpers import generated, invoke, raising, random_head, tiny_config
 
 LLAMA = REGISTRY["llama2-7b"].config
 GIB = 2**30
@@ -312,15 +314,16 @@ def test_out_of_memory_in_a_prompt_leaves_the_engine_usable(tiny_dir, monkeypatc
 
 def test_out_of_memory_in_an_answer_leaves_the_engine_usable(tiny_dir, monkeypatch):
     engine = open_model(str(tiny_dir)).loaded(RuntimeOptions(dtype="fp32", max_seq_len=512)).engine
-    expected = generated(engine, 8, [5, 6, 7])
-    engine.backend._advice = lambda head: "use --precision int8"
+    engine.use(EagleDrafter(random_head(engine.model), TreeShape(2, 2, 4), 512))
+    expected, heads = generated(engine, 8, [5, 6, 7]), []
+    engine.backend._advice = lambda head: heads.append(head) or "use --precision int8"
     with monkeypatch.context() as patch:
         begun = engine.generate([5, 6, 7], SamplingParams(), 8)
         assert next(begun) == expected[:1]
         patch.setattr(engine.runner, "launch", raising(SHORT))
         with pytest.raises(EngineError, match="^out of memory at token 3: use --precision int8$"):
             next(begun)
-    assert engine.cached == []
+    assert engine.cached == [] and heads == [engine.drafter.head.config]
     assert generated(engine, 8, [5, 6, 7]) == expected
 
 

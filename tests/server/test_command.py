@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from starlette.testclient import TestClient
@@ -66,6 +67,19 @@ def test_how_the_command_line_says_to_answer(serve_dir, tmp_path, started):
     assert client.get("/v1/models").status_code == 401
     server.queue.stop()
     assert start(folder, "--regex", "(").exit_code == 2 and len(servers) == 1
+
+
+def test_it_waits_for_the_compiler_if_it_is_told_to(serve_dir, started, monkeypatch):
+    preparations = []
+
+    def prepare(*args, **settings):
+        preparations.append(mock.Mock())
+        return preparations[-1]
+
+    monkeypatch.setattr(llm.LLM, "prepare", prepare)
+    for option, waits in (("--no-compile", []), ("--compile", [True])):
+        assert started[0](serve_dir, option).exit_code == 0
+        assert [made.wait_for_compiler.called for made in preparations] == waits
 
 
 @pytest.mark.parametrize(("number", "n"), [((), 4), (("8",), 8), (("0",), 0), (("9",), 0)])
