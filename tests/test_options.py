@@ -6,7 +6,7 @@ import pytest
 
 from fasteagle.errors import FasteagleError
 from fasteagle.options import DraftOptions, RuntimeOptions
-from fasteagle.shapes import FusedShape
+from fasteagle.shapes import FusedShape, TreeShape
 
 
 @pytest.mark.parametrize(
@@ -38,6 +38,13 @@ def test_a_depth_of_looked_up_chains_asks_for_lookups():
     for drafter, tree in (("eagle", None), ("auto", "tree.json")):
         with pytest.raises(FasteagleError, match="lookup-depth 32 is for drafters that look up"):
             DraftOptions(drafter, lookup_depth=32, tree_file=tree)
+
+
+def test_a_smaller_model_drafts_a_chain_unless_told_otherwise():
+    """A row of its own costs more than one of a draft head."""
+    shape = DraftOptions(draft_model="x").tree_shape(False)
+    assert shape == TreeShape(shape.depth, 1, shape.depth)
+    assert DraftOptions(draft_model="x", tree_topk=2).tree_shape(False).topk == 2
 
 
 def test_a_dtype_is_one_of_our_own_weights():

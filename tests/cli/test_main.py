@@ -13,7 +13,9 @@ import pytest
 import torch
 
 import fasteagle as fasteagle_package
+from fasteagle.cli.command import UserPath
 from fasteagle.cli.models import int4_bytes
+from fasteagle.cli.options import Text
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.options import DEFAULT_MODEL
@@ -81,6 +83,15 @@ def test_models_say_the_default_and_the_parameters_that_a_token_reads():
     assert params["llama2-7b"] == "6.74B" and params["mixtral-8x7b"] == "46.70B, 12.88B a token"
     here = {row[0]: row[5] for row in rows if len(row) > 6}
     assert here["llama2-70b"] == "shape only" and here["llama2-7b"] == "no"
+
+
+def test_arguments_that_no_shell_has_read(monkeypatch, tmp_path):
+    """The home folder after a `=`, and text in UTF-8 under a locale that has none."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert UserPath().convert("~/x", None, None) == tmp_path / "x"
+    assert Text().convert("\udcc3\udca9", None, None) == "\u00e9"
+    with pytest.raises(FasteagleError, match="the argument is not UTF-8: byte 0xff at offset 1"):
+        Text().convert("a\udcff", None, None)
 
 
 def test_memory_at_int4_counts_the_draft_head_and_the_cache():

@@ -106,6 +106,14 @@ def test_layers_beyond_the_blocks_are_not_measured(own_head, tiny_dir, monkeypat
     assert layers[2:] == [None, (0, 1, 2)]
 
 
+def test_a_head_that_reads_no_blocks_has_nothing_to_compare(head_dirs, tiny_dir, monkeypatch):
+    monkeypatch.setattr(module, "_accepted", lambda *arguments: 1.5)
+    options = ("--model", tiny_dir, "--probe", "--precision", "fp32")
+    assert run(head_dirs / "eagle1", *options)[2].stdout.endswith(
+        "1.50 drafted tokens accepted a pass\n"
+    )
+
+
 def test_a_head_of_ours_with_its_model(own_head, tiny_dir, tmp_path):
     verdict, facts, _ = run(own_head, "--model", tiny_dir)
     assert verdict == f"EAGLE-3 head (fasteagle), fits {tiny_dir}"

@@ -51,6 +51,18 @@ def test_who_wants_no_answer_does_not_wait_for_those_of_others():
     asyncio.run(admitted())
 
 
+def test_the_pace_of_answers_is_without_the_time_that_they_waited():
+    async def finished():
+        queue, job = idle_queue(), Job()
+        queue.stop()
+        job.submitted -= 100
+        queue._running[job] = None
+        queue._finish(job, None)
+        return queue._mean_seconds
+
+    assert asyncio.run(finished()) == pytest.approx(0.8, abs=0.1)
+
+
 def test_answers_that_do_not_begin_are_counted_or_refused():
     async def refused():
         queue = idle_queue()

@@ -57,6 +57,8 @@ def test_the_last_token_and_the_first_that_is_none(live):
     assert post(live, "/detokenize", tokens=[0, n_tokens - 1]).status_code == 200
     most = [1] * live.llm.engine.max_seq_len
     assert post(live, "/detokenize", tokens=most).status_code == 200
+    reply = post(live, "/detokenize", tokens=[*most, 1])
+    assert reply.status_code == 400 and "2,049 are more than max-seq-len 2,048" in reply.text
     for token in (-1, n_tokens):
         reply = post(live, "/detokenize", tokens=[token])
         assert reply.status_code == 400 and reply.json()["error"]["param"] == "tokens"
