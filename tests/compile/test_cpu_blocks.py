@@ -21,7 +21,7 @@ from fasteagle.quant.cpu_linear import NativeLinear
 from fasteagle.quant.scheme import Scheme
 from fasteagle.shapes import TreeShape
 from fasteagle.tree import TreeView, ancestor_mask, tree_paths
-from helpers import generated, random_target, tiny_config
+from helpers import generated, random_head, random_target, tiny_config
 from native_models import CONFIGS, SHAPE, native_backend, native_head, native_target
 from rounding import Rounded
 
@@ -231,6 +231,7 @@ def test_drafting_in_bf16_changes_no_token(algorithm):
     head = native_head(target, algorithm, 4, draft_ids=torch.arange(0, 60, 2))
     backend = choose_backend(target)
     assert backend.name == "cpu" and not backend.leaves_head(head)
+    assert backend.leaves_head(random_head(target)), "its linears are dense: they are compiled"
     for params in (SamplingParams(), SamplingParams(0.8, seed=3)):
         texts = []
         for drafter in (None, EagleDrafter(head, TreeShape(3, 3, 8), 256)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from types import SimpleNamespace
 
 import httpx
 import openai
@@ -274,6 +275,13 @@ def test_logprobs_of_parts_of_characters_have_names_of_their_own(client, name, l
     assert set(listed.tokens) <= {"bytes:\\xc3", "bytes:\\xce", "bytes:\\xd0"}
     reply = ask(client, name, logprobs=True, logit_bias=bias, max_tokens=1)
     assert reply.choices[0].logprobs.content[0].bytes[0] in (0xC3, 0xCE, 0xD0)
+
+
+def test_tokens_of_equal_texts_are_all_among_the_likeliest():
+    request = AnswerRequest([1], SamplingParams(), AnswerOptions(), frozenset(), n_top=0)
+    same = SimpleNamespace(piece=lambda token: "a")
+    reply = TextReply({}, 0, same, None, Plan([request]))
+    assert reply._by_name([(7, -0.1), (8, -0.2)]) == {"a": -0.1, "token_id:8": -0.2}
 
 
 def test_offsets_count_the_characters_of_the_text(live):

@@ -53,9 +53,11 @@ def test_who_wants_no_answer_does_not_wait_for_those_of_others():
 
 def test_the_pace_of_answers_is_without_the_time_that_they_waited():
     async def finished():
-        queue, job = idle_queue(), Job()
+        queue = idle_queue()
         queue.stop()
+        job = Job()
         job.submitted -= 100
+        assert Job(beside=job).submitted == job.submitted, "a request came once"
         queue._running[job] = None
         queue._finish(job, None)
         return queue._mean_seconds
