@@ -178,6 +178,19 @@ def test_gate_of_a_prompt(F):
     assert (narrow.abs() < 2**9).all() and narrower[1] > scales[1]
 
 
+def test_gate_of_a_product_that_is_split():
+    """Spans of a row do not fill its last program, and each has a scale of its own."""
+    F, span = 9 * gate_kernels.SPAN, gate_kernels.SPAN
+    parts = torch.randn(3, 5, 2 * F, generator=torch.Generator().manual_seed(1))
+    parts[:, 2, : 2 * span] *= 1000.0
+    values, scales = gate_kernels.gate(parts, "fp32")
+    sums = parts.sum(0)
+    expected = torch.nn.functional.silu(sums[:, 0::2]) * sums[:, 1::2]
+    assert values.dtype == torch.float16 and scales.shape == (9, 5)
+    assert scales[0, 2] > 1 and (scales != 1).sum() == 1
+    close(values * scales.T.repeat_interleave(span, 1), expected, 1e-3)
+
+
 @pytest.mark.parametrize("name", rest_slow(["experts", "shared expert"], 0))
 def test_experts_of_a_prompt(name, kernels_on_cpu):
     """Seventy rows under a mask: experts run in two chunks, gate and up and down of each."""
