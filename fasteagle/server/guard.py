@@ -26,7 +26,8 @@ CLOSE = {"connection": "close"}  # what is left of the request is not read
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict:
     """Return an error in the form of OpenAI's API."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    clean = message.encode("utf-8", "replace").decode()
+    return {"error": {"message": clean, "type": kind, "param": param, "code": code}}
 
 
 def error_reply(

@@ -191,3 +191,4 @@ def run(
         running.run(sockets=[listener])
     finally:
         server.queue.stop()
+        listener.close()
