@@ -39,10 +39,7 @@ void pack(const C* row, int64_t E, int8_t* out) {
     rest = fma(x, VF{}, rest);
   }
   const float scale = largest(most) * (1.0f / 127) + sum(rest), unit = std::max(scale, 1e-30f);
-  for (int64_t e = 0; e < E; e += W) {
-    const VB values = __builtin_convertvector((VI)(load(row + e) / unit + MAGIC), VB);
-    std::memcpy(out + e, &values, sizeof values);
-  }
+  for (int64_t e = 0; e < E; e += W) store(out + e, (VI)(load(row + e) / unit + MAGIC));
   std::memcpy(out + E, &scale, sizeof scale);
 }
 
@@ -51,11 +48,7 @@ template <class C>
 void unpack(const int8_t* row, int64_t E, C* out) {
   float scale;
   std::memcpy(&scale, row + E, sizeof scale);
-  for (int64_t e = 0; e < E; e += W) {
-    VB values;
-    std::memcpy(&values, row + e, sizeof values);
-    store(out + e, to_float(__builtin_convertvector(values, VI)) * scale);
-  }
+  for (int64_t e = 0; e < E; e += W) store(out + e, to_float(load(row + e)) * scale);
 }
 
 }  // namespace

@@ -78,8 +78,8 @@ struct Activations {
       const VI first = rounded(v[i] * inverse);
       const VI second = rounded(fma(-to_float(first), splat(scale), v[i]) * (254.0f * inverse));
       totals += (VU)first + ((VU)second << 16);
-      put_bytes(q + at * BLOCK + i * W, first);
-      put_bytes(rest + at * BLOCK + i * W, second);
+      store(q + at * BLOCK + i * W, first);
+      store(rest + at * BLOCK + i * W, second);
     }
     const int64_t of_row = row * blocks + block;
     const uint32_t both = sum(totals);
@@ -101,14 +101,6 @@ struct Activations {
  private:
   // Unsigned, because the integer of a NaN may overflow.
   static VI rounded(VF x) { return (VI)((VU)(x + MAGIC) - MAGIC_BITS); }
-  static void put_bytes(int8_t* out, VI v) {
-#if FASTEAGLE_ISA >= 3
-    _mm_storeu_si128((__m128i*)out, _mm512_cvtepi32_epi8((__m512i)v));
-#else
-    const VB bytes = __builtin_convertvector(v, VB);
-    std::memcpy(out, &bytes, W);
-#endif
-  }
 };
 
 // Parameters of one row and block that a product needs besides the integers.

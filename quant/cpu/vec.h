@@ -50,6 +50,29 @@ inline VF splat(float x) { return x - VF{}; }
 inline VI splat(int32_t x) { return x + VI{}; }
 inline VF to_float(VI v) { return __builtin_convertvector(v, VF); }
 
+// W integers of 8 bits; GCC would convert them one by one.
+inline VI load(const int8_t* p) {
+#if FASTEAGLE_ISA >= 3
+  return (VI)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p));
+#elif FASTEAGLE_ISA >= 1
+  return (VI)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#else
+  VB values;
+  std::memcpy(&values, p, sizeof values);
+  return __builtin_convertvector(values, VI);
+#endif
+}
+
+// Stores the last 8 bits of W integers.
+inline void store(int8_t* p, VI v) {
+#if FASTEAGLE_ISA >= 3
+  _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)v));
+#else
+  const VB bytes = __builtin_convertvector(v, VB);
+  std::memcpy(p, &bytes, W);
+#endif
+}
+
 // One rounding in every path: a compiler's choice of fusion may differ between two copies.
 inline VF fma(VF a, VF b, VF c) {
 #if FASTEAGLE_ISA >= 3
