@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from fasteagle.compile.cpu_backend import CpuBackend, runs_on_cpu
 from fasteagle.compile.cuda_backend import CudaBackend
-from fasteagle.compile.int8_cache import over_int8
+from fasteagle.compile.int8_cache import core_target
 from fasteagle.decoding.backend import Advice, Backend
-from fasteagle.model import Target, Transformer
+from fasteagle.model import Transformer
 
 
 def choose_backend(model: Transformer, kv: str = "auto", advice: Advice | None = None) -> Backend:
@@ -24,4 +24,4 @@ def choose_backend(model: Transformer, kv: str = "auto", advice: Advice | None =
         return CudaBackend(model, kv, advice)
     if runs_on_cpu(model, kv):
         return CpuBackend(model, kv, advice)
-    return Backend(over_int8(model) if kv == "int8" else Target(model), advice)
+    return Backend(core_target(model, kv), advice)

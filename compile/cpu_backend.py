@@ -13,17 +13,18 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from fasteagle.compile import cpu_cycles, cpu_pass, int8_cache
+from fasteagle.compile import cpu_cycles, cpu_pass
 from fasteagle.compile.cpu_blocks import MAX_ROWS, NativeBlocks, fits
 from fasteagle.compile.cpu_cycles import CpuRunner
 from fasteagle.compile.cpu_draft import NativeDraft, Text
+from fasteagle.compile.int8_cache import core_target
 from fasteagle.decoding.backend import Advice, Backend
 from fasteagle.decoding.cycle import EAGER, Pieces
 from fasteagle.decoding.launch import Capture, Launch
 from fasteagle.decoding.runner import Runner
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.draft_head import under_mask
-from fasteagle.model import CORE, EagleHead, Ops, Output, Target, Transformer
+from fasteagle.model import EagleHead, Ops, Output, Transformer
 from fasteagle.quant.cpu_linear import NativeNorm, in_huge_pages
 from fasteagle.state import CycleSpec, DecodeState
 from fasteagle.tree import Proposal
@@ -42,9 +43,8 @@ class CpuBackend(Backend):
             return norm(x)
 
         ops = Ops(norm=final_norm, run_blocks=blocks.run, views=True)
-        self._int8 = kv == "int8"
-        target = int8_cache.over_int8(model, ops) if self._int8 else Target(model, ops)
-        super().__init__(dataclasses.replace(target, rows_at_once=MAX_ROWS), advice)
+        target = dataclasses.replace(core_target(model, kv), ops=ops, rows_at_once=MAX_ROWS)
+        super().__init__(target, advice)
         self.name = "cpu"
         self._why_not = cpu_pass.why_not(model)
         whole = self._why_not is None
@@ -55,11 +55,6 @@ class CpuBackend(Backend):
     @property
     def pieces(self) -> Pieces:
         return self._pieces
-
-    @property
-    def core(self) -> Target:
-        ops = int8_cache.OPS if self._int8 else CORE
-        return dataclasses.replace(self.target, ops=ops)
 
     def runner(self, state: DecodeState) -> Runner:
         return CpuRunner(self, state)

@@ -13,13 +13,14 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from fasteagle.compile import cuda_ops, fixed_norm, int8_cache
+from fasteagle.compile import cuda_ops, fixed_norm
 from fasteagle.compile.cuda_blocks import MAX_ROWS, MOST_UNNORMED, FusedBlocks, fits, obstacle
 from fasteagle.compile.cuda_draft import CudaDraft
 from fasteagle.compile.cuda_graphs import CudaGraphs
 from fasteagle.compile.cuda_pass import CudaPass
 from fasteagle.compile.fixed_norm import expect_normed_inputs, keep_sums_finite
 from fasteagle.compile.graphs import CapturedRunner
+from fasteagle.compile.int8_cache import core_target
 from fasteagle.compile.tree_attention import OPS, has_kernel
 from fasteagle.config import ModelConfig
 from fasteagle.decoding import cycle
@@ -30,7 +31,7 @@ from fasteagle.decoding.runner import Runner
 from fasteagle.drafting.base import Drafter, DraftOps
 from fasteagle.drafting.draft_head import under_mask
 from fasteagle.drafting.eagle import EagleDrafter
-from fasteagle.model import CORE, EagleHead, Ops, Output, Target, Transformer
+from fasteagle.model import CORE, EagleHead, Ops, Output, Transformer
 from fasteagle.quant.cuda_linear import InterleavedLinear
 from fasteagle.quant.linear import QuantizedLMHead
 from fasteagle.state import CycleSpec, DecodeState
@@ -66,21 +67,20 @@ class CudaBackend(Backend):
         advice: Advice | None = None,
         replays: bool = True,
     ) -> None:
-        weight, int8 = model.norm.weight, kv == "int8"
-        self._int8 = int8
+        weight, target = model.norm.weight, core_target(model, kv)
         self._has_experts = model.config.moe is not None
         self._may_replay = replays and weight.is_cuda
         self._attends = self._has_kernel(model.config, weight)
         obstacles = (obstacle(block) for block in model.blocks)
         self._obstacle = next((reason for reason in obstacles if reason is not None), None)
         self._fuses = self._attends and self._obstacle is None
-        ops = int8_cache.OPS if int8 else CORE
+        ops = target.ops
         if self._attends:
             keep_sums_finite(model.blocks, "model")
             if not self._fuses:
                 expect_normed_inputs(model.blocks)
             ops = self._kernel_ops(model, OPS._replace(write=ops.write))
-        super().__init__(int8_cache.over_int8(model, ops) if int8 else Target(model, ops), advice)
+        super().__init__(dataclasses.replace(target, ops=ops), advice)
         self.name = "cuda"
         self._pass = CudaPass(self.target) if self._fuses and _has_fixed_head(model) else None
         self._draft: CudaDraft | None = None
@@ -98,11 +98,6 @@ class CudaBackend(Backend):
     @property
     def parts(self) -> frozenset[str]:  # type: ignore[override]
         return frozenset(["commits"] + ["products", "passes", "drafting"] * self._attends)
-
-    @property
-    def core(self) -> Target:
-        ops = int8_cache.OPS if self._int8 else CORE
-        return dataclasses.replace(self.target, ops=ops)
 
     def leave(self, part: str) -> None:
         super().leave(part)

@@ -480,6 +480,7 @@ class Target:
     cache_dtype: torch.dtype | None = None  # None: the dtype of the weights
     cache_spare: int = 0
     rows_at_once: int | None = None  # most rows of a pass; more are no faster per row
+    core_ops: Ops = CORE  # the core's own operations over such caches
 
     @property
     def config(self) -> ModelConfig:

@@ -152,7 +152,7 @@ class Backend:
     @property
     def core(self) -> Target:
         """Target as the core runs it, over caches of the same format."""
-        return dataclasses.replace(self.target, ops=CORE)
+        return dataclasses.replace(self.target, ops=self.target.core_ops)
 
     def leave(self, part: str) -> None:
         """Leave a part to the core from now on, because its kernels fail here."""

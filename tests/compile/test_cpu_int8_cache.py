@@ -34,6 +34,7 @@ def test_the_kernels_run_models_in_bf16(model):
     assert backend.name == "cpu" and backend.target.cache_dtype == torch.int8
     backend = choose_backend(native_target(model.config, dtype=torch.float32), "int8")
     assert backend.name == "eager" and len(generated(engine_of(backend), 5)) == 5
+    assert backend.core == backend.target, "over 8 bits, too"
 
 
 def test_texts_that_share_passes_and_calls_are_those_alone(model, calls):
