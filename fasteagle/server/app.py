@@ -100,7 +100,7 @@ class Server:
         if plan.form is not None:
             plan = await self._aside(request, job, "grammar", partial(self.planner.compiled, plan))
         self.metrics.planned(time.perf_counter() - job.submitted)
-        jobs += [Job(beside=job) for _ in plan.answers[1:]]
+        jobs += [Job(job, i % plan.n == 0) for i in range(1, len(plan.answers))]
         for each, wanted in zip(jobs, plan.answers, strict=True):
             each.request, each.text = wanted, plan.text or None
         self.queue.submit(jobs)

@@ -32,11 +32,12 @@ class Job:
     """One answer of a request: it arrives as chunks, then `stats` are complete.
 
     `request` is known once it is planned; before that the job only holds a place in the queue.
-    Answers of one request arrive in one inbox: `beside` is another job of it.
+    Answers of one request arrive in one inbox: `beside` is another job of it. `is_first` is the
+    first of several answers to a prompt, which counts once.
     """
 
-    def __init__(self, beside: Job | None = None) -> None:
-        self.is_first = beside is None  # of its request, whose prompt counts once
+    def __init__(self, beside: Job | None = None, is_first: bool = True) -> None:
+        self.is_first = is_first
         self.request: AnswerRequest | None = None
         self.text: str | None = None  # of a conversation, for the tokens of its continuations
         self.stats = Stats()

@@ -45,11 +45,11 @@ class Record:
 
     @property
     def tokens(self) -> str:
-        """Tokens of the prompt and of the answers, as text."""
+        """Tokens of the prompts and of the answers, as text."""
         if not self.jobs:
             return "-"
-        n_new = sum(job.stats.new_tokens for job in self.jobs)
-        return f"{self.jobs[0].stats.prompt_tokens}+{n_new}"
+        n_prompt = sum(job.stats.prompt_tokens for job in self.jobs if job.is_first)
+        return f"{n_prompt}+{sum(job.stats.new_tokens for job in self.jobs)}"
 
 
 class AccessLog:

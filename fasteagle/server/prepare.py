@@ -27,6 +27,7 @@ from fasteagle.server.tools import ToolFormat, answer_grammar, takes_several_cal
 
 TOO_LONG = "context_length_exceeded"  # code by which agents know that they must shorten
 MOST_STOPS = 16
+MOST_PROMPTS = 64
 MOST_STOP_CHARACTERS = 1000  # they are looked for at every token
 MOST_SEEDS = 2**63
 OFF, DRAWN = -1, -1  # of top_k and of seed, as vLLM and llama.cpp read them
@@ -46,7 +47,7 @@ def of_parameter(param: str | None, code: str | None = None) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Request that can run: it wants an answer, or several to the same prompt.
+    """Request that can run: it wants `n` answers to a prompt, or to each of several ones.
 
     `text` is the rendered conversation, `opened` the thought that it begins, else the answer
     `may_think` first. Where there is a `form`, which the field `form_field` asks for, the answers
@@ -54,6 +55,7 @@ class Plan:
     """
 
     answers: list[AnswerRequest]
+    n: int = 1
     form: GrammarSpec | None = None
     form_field: str | None = None
     text: str = ""
@@ -106,10 +108,11 @@ class Planner:
         form, may_think = self._chat_form(body, tools_form, tools, most_calls)
         if not may_think:
             text = without_open_thought(text)
-        answers = self._answers(body, self._llm.texts.encode(text), limit, n_top, form)
+        answers = self._answers(body, [self._llm.texts.encode(text)], limit, n_top, form)
         names = frozenset(tool.function.name for tool in body.tools or [])
         return Plan(
             answers,
+            len(answers),
             form,
             _form_field(body, form),
             text,
@@ -122,10 +125,10 @@ class Planner:
 
     def completion(self, body: CompletionRequest) -> Plan:
         """Return the plan of a text completion."""
-        prompt = self.prompt_ids(body.prompt)
+        prompts = self.prompts(body.prompt)
         form = _form(body, self._defaults.form)
-        answers = self._answers(body, prompt, body.max_tokens, body.logprobs, form)
-        return Plan(answers, form, _form_field(body, form))
+        answers = self._answers(body, prompts, body.max_tokens, body.logprobs, form)
+        return Plan(answers, len(answers) // len(prompts), form, _form_field(body, form))
 
     def compiled(self, plan: Plan) -> Plan:
         """Return the plan with its form compiled; takes seconds at most, in any thread."""
@@ -163,16 +166,18 @@ class Planner:
                 raise BadParameterError("tokens", reason)
         return self._llm.tokenizer.raw(tokens)
 
-    def prompt_ids(self, prompt: str | list[int] | list[str] | list[list[int]]) -> list[int]:
-        """Return the token ids of a prompt: a text, ids, or a list with one of them."""
-        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-            if len(prompt) > 1:
-                raise BadParameterError("prompt", "only one is supported: send one request each")
-            return self.prompt_ids(prompt[0])
-        if isinstance(prompt, str):
-            self._check_length(prompt)
-            return self._llm.tokenizer.encode_document(prompt)
-        return list(prompt)  # type: ignore[arg-type]
+    def prompts(self, prompt: str | list[int] | list[str] | list[list[int]]) -> list[list[int]]:
+        """Return the token ids of each prompt: of a text, ids, or a list of one kind of them."""
+        is_one = isinstance(prompt, str) or not prompt or isinstance(prompt[0], int)
+        several: Sequence[Any] = [prompt] if is_one else prompt
+        if len(several) > MOST_PROMPTS:
+            reason = f"{len(several):,} prompts: use at most {MOST_PROMPTS} in a request"
+            raise BadParameterError("prompt", reason)
+        for i, text in enumerate(several):
+            if isinstance(text, str):
+                self._check_length(text, _field("prompt", i, several))
+        encode = self._llm.tokenizer.encode_document
+        return [encode(item) if isinstance(item, str) else list(item) for item in several]
 
     def render(
         self,
@@ -209,19 +214,21 @@ class Planner:
     def _answers(
         self,
         body: Sampled,
-        prompt: list[int],
+        prompts: Sequence[list[int]],
         max_tokens: int | None,
         n_top: int | None,
         form: GrammarSpec | None,
     ) -> list[AnswerRequest]:
-        """Return the `n` answers that are wanted, which differ in their seeds."""
+        """Return the `n` answers to each prompt, which differ in their seeds."""
         n, most = 1 if body.n is None else body.n, self._llm.answers.size
         if not 1 <= n <= most:
             raise BadParameterError("n", f"{n} is out of range: use 1 .. {most}, see --parallel")
         engine = self._llm.engine
         field = "messages" if isinstance(body, ChatRequest) else "prompt"
-        with of_parameter(field, TOO_LONG if len(prompt) >= engine.max_seq_len else None):
-            engine.check_prompt(prompt)
+        for i, prompt in enumerate(prompts):
+            code = TOO_LONG if len(prompt) >= engine.max_seq_len else None
+            with of_parameter(_field(field, i, prompts), code):
+                engine.check_prompt(prompt)
         if body.stream_options is not None and not body.stream:
             raise BadParameterError("stream_options", "needs stream true")
         if body.show_accepted and not body.stream:
@@ -242,7 +249,7 @@ class Planner:
         )
         bias = {int(key): value for key, value in (body.logit_bias or {}).items()}
         first = self._llm.made_request(
-            prompt,
+            prompts[0],
             self._params(body),
             answer,
             bias=bias,
@@ -256,9 +263,11 @@ class Planner:
         if body.ignore_eos:
             first = dataclasses.replace(first, eos_ids=frozenset())
         seeds = [(first.params.seed + i) % MOST_SEEDS for i in range(n)]
+        params = [dataclasses.replace(first.params, seed=seed) for seed in seeds]
         return [
-            dataclasses.replace(first, params=dataclasses.replace(first.params, seed=seed))
-            for seed in seeds
+            dataclasses.replace(first, prompt=prompt, params=each)
+            for prompt in prompts
+            for each in params
         ]
 
     def _params(self, body: Sampled) -> SamplingParams:
@@ -315,6 +324,11 @@ class Planner:
                 )
             most = 1
         return answer_grammar(form, tools, must_call=True, most_calls=most), False
+
+
+def _field(name: str, i: int, several: Sequence[Any]) -> str:
+    """Return the name of entry `i` of `several`, or of the field where there is one entry."""
+    return name if len(several) == 1 else f"{name}.{i}"
 
 
 def _guided(body: Sampled) -> dict[str, tuple[str, Any]]:

@@ -203,6 +203,7 @@ class ChatMessage(Strict):
     tool_call_id: str | None = None
     name: str | None = Ignored
     annotations: list[Any] | None = Ignored
+    cache_control: dict[str, Any] | None = Ignored
     parsed: Any = Ignored
 
 

@@ -185,16 +185,18 @@ def usage_event(replies: Sequence[Reply]) -> Json:
 
 
 def usage(replies: Sequence[Reply]) -> Json:
-    """Return the tokens of a request, whose prompt counts once."""
-    first, n_new = replies[0], sum(reply.job.stats.new_tokens for reply in replies)
-    n_prompt = first.job.stats.prompt_tokens
+    """Return the tokens of a request; a prompt with several answers counts once."""
+    n_new = sum(reply.job.stats.new_tokens for reply in replies)
+    prompts = [reply.job.stats for reply in replies if reply.job.is_first]
+    n_prompt = sum(stats.prompt_tokens for stats in prompts)
+    n_cached = sum(stats.cached_tokens for stats in prompts)
     return {
         "prompt_tokens": n_prompt,
         "completion_tokens": n_new,
         "total_tokens": n_prompt + n_new,
-        "prompt_tokens_details": {"cached_tokens": first.job.stats.cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": n_cached},
         "speculation": speculation(together([reply.job.stats for reply in replies])),
-        "seed": first.request.params.seed,
+        "seed": replies[0].request.params.seed,
     }
 
 

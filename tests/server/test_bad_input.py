@@ -167,7 +167,9 @@ def test_of_several_kinds_the_nearest_is_told(live, content, message):
     ("changes", "status", "part"),
     [
         ({"prompt": []}, 400, "prompt is empty"),
-        ({"prompt": ["a", "b"]}, 400, "only one is supported"),
+        ({"prompt": ["a"] * 65}, 400, "prompt: 65 prompts: use at most 64 in a request"),
+        ({"prompt": ["a", "x" * 3000]}, 400, "prompt.1: the prompt is too long"),
+        ({"prompt": [[1], []]}, 400, "prompt.1: the prompt is empty"),
         ({"prompt": [1, -5]}, 400, "token id -5"),
         ({"prompt": [1, 2.5]}, 400, "prompt.1: Input should be a valid integer"),
         ({"prompt": "x" * 3000}, 400, "3,000 tokens, max-seq-len 2,048 leaves room for 2,047"),

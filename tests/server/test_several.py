@@ -219,6 +219,31 @@ def test_several_answers_to_one_prompt(client, live, kind, form):
     assert events[-1].usage.completion_tokens == usage.completion_tokens
 
 
+def test_several_prompts_of_a_request(client, live):
+    """Each has the answers that it gets alone, also where there are more than slots."""
+    options = {"temperature": 1.0, "seed": 3, "n": 2, "max_tokens": 24}
+    ask = functools.partial(client.completions.create, model=live.server.name, **options)
+    prompts = ["one two", "three", "one two three four", [5, 6, 7]]
+    prompts[:3] = [live.llm.tokenizer.encode_document(prompt) for prompt in prompts[:3]]
+    singles = [ask(prompt=prompt) for prompt in prompts]
+    before = number(live, "vllm:prompt_tokens_total{.*}")
+    several = ask(prompt=prompts)
+    assert [choice.index for choice in several.choices] == list(range(8))
+    expected = [choice.text for single in singles for choice in single.choices]
+    assert [choice.text for choice in several.choices] == expected
+    n_prompt = sum(single.usage.prompt_tokens for single in singles)
+    assert several.usage.prompt_tokens == n_prompt == sum(map(len, prompts))
+    assert number(live, "vllm:prompt_tokens_total{.*}") - before == n_prompt
+    n_new = sum(single.usage.completion_tokens for single in singles)
+    assert several.usage.completion_tokens == n_new
+    texts = [""] * 8
+    for event in ask(prompt=prompts, stream=True):
+        for choice in event.choices:
+            texts[choice.index] += choice.text
+    assert texts == expected
+    assert ask(prompt=["one two", "three"]).choices[3].text == expected[3]
+
+
 def test_several_answers_leave_with_their_client(live, slow):
     request = {**body(n=1900, logit_bias={str(LETTER_ID): 100}), "n": 3, "stream": True}
     with httpx.stream("POST", live.url + CHAT, json=request) as reply:

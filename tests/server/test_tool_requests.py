@@ -71,7 +71,8 @@ def test_marks_for_caches_change_nothing(plan):
     """Clients for several services send them along."""
     mark = {"cache_control": {"type": "ephemeral"}}
     parts = [{"type": "text", "text": "hello", **mark}]
-    marked = plan(messages=[{"role": "user", "content": parts}], tools=[{**WEATHER, **mark}])
+    message = {"role": "user", "content": parts, **mark}
+    marked = plan(messages=[message], tools=[{**WEATHER, **mark}])
     assert marked.text == plan(tools=[WEATHER]).text
 
 
