@@ -19,6 +19,7 @@ from fasteagle.cli.options import (
     MODEL,
     OPTIONAL_MODEL,
     QUALITY_MODEL,
+    SERVED_ANSWERS,
     WEIGHTS,
     ChatOptions,
     ExportOptions,
@@ -54,7 +55,7 @@ def chat(**arguments: Any) -> None:
 
 
 @main.command()
-@groups(MODEL, DRAFT, ANSWERS)
+@groups(MODEL, DRAFT, SERVED_ANSWERS)
 @group(TalkOptions, "talk")
 @group(ServeOptions, "options")
 @click.option(

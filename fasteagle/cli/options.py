@@ -331,18 +331,23 @@ def _taken_form(values: Values) -> GrammarSpec | None:
     return next((GrammarSpec(kind, text) for kind, text in texts.items()), None)
 
 
-ANSWERS = Group(
-    (
-        *options_of(SamplingParams),
-        *options_of(AnswerOptions),
-        click.option(
-            "--json-schema", type=FILE, help="Answer in JSON that fits the schema in this file."
-        ),
-        click.option("--regex", type=Text(), help="Regular expression of the whole answer."),
-        click.option("--grammar", type=FILE, help="Answer in this file's Lark grammar."),
+FORMS = (
+    click.option(
+        "--json-schema", type=FILE, help="Answer in JSON that fits the schema in this file."
     ),
-    _take_answers,
+    click.option("--regex", type=Text(), help="Regular expression of the whole answer."),
+    click.option("--grammar", type=FILE, help="Answer in this file's Lark grammar."),
 )
+LONGEST, STOP = options_of(AnswerOptions)
+# Clients of a server send a limit where they want one: agents write long files without.
+LONGEST_SERVED = click.option(
+    "--max-new-tokens",
+    default=2**31 - 1,
+    show_default="to the end of the context",
+    help="Longest answer where a request names no limit, in tokens.",
+)
+ANSWERS = Group((*options_of(SamplingParams), LONGEST, STOP, *FORMS), _take_answers)
+SERVED_ANSWERS = Group((*options_of(SamplingParams), LONGEST_SERVED, STOP, *FORMS), _take_answers)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -273,6 +273,7 @@ class ChatRequest(Sampled):
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
+    prediction: dict[str, Any] | None = Ignored
     reasoning_effort: str | None = Field(
         None, description="none and minimal: no thought, if the model has a switch; else a thought."
     )

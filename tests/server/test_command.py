@@ -69,6 +69,20 @@ def test_how_the_command_line_says_to_answer(serve_dir, tmp_path, started):
     assert start(folder, "--regex", "(").exit_code == 2 and len(servers) == 1
 
 
+@pytest.mark.parametrize(("limit", "n_new"), [((), 100 - 13), (("--max-new-tokens", "9"), 9)])
+def test_how_long_an_answer_without_a_limit_is(serve_dir, started, limit, n_new):
+    """As long as the context has room: agents send none, and write long files."""
+    start, servers = started
+    done = start(serve_dir, "--max-seq-len", "100", *limit)
+    assert done.exit_code == 0, done.output
+    client = TestClient(servers[0].app, headers={"host": "localhost"})
+    body = {"prompt": list(range(5, 18)), "ignore_eos": True}
+    reply = client.post("/v1/completions", json=body).json()
+    servers[0].queue.stop()
+    assert reply["usage"]["completion_tokens"] == n_new
+    assert reply["choices"][0]["finish_reason"] == "length"
+
+
 def test_it_waits_for_the_compiler_if_it_is_told_to(serve_dir, started, monkeypatch):
     preparations = []
 

@@ -74,6 +74,7 @@ def test_marks_for_caches_change_nothing(plan):
     message = {"role": "user", "content": parts, **mark}
     marked = plan(messages=[message], tools=[{**WEATHER, **mark}])
     assert marked.text == plan(tools=[WEATHER]).text
+    plan(prediction={"type": "content", "content": parts})
 
 
 def test_a_chosen_tool_is_the_only_one(plan):
