@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+from fasteagle.config import Llama3RopeScaling, ModelConfig, MoEConfig
+from fasteagle.config_hf import ERNIE
+
 TINY_VOCAB = 260  # 256 bytes and the special tokens
 
 TINY_SHAPE = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3)
@@ -61,3 +66,22 @@ MOE_FAMILIES = ("mixtral", "qwen2moe", "qwen3moe", "olmoe", "granitemoe")
 MOE_FAMILIES += ("granitemoeshared", "erniemoe")
 FAMILIES = ("llama2", "llama3", "vicuna", "mistral", "qwen2", "qwen3", "ernie", "smollm2")
 FAMILIES += MOE_FAMILIES
+
+
+def filled(kind, **values):
+    """An object of a config class without one default value, so that a new field fails here."""
+    defaults = {field.name: field.default for field in dataclasses.fields(kind)}
+    assert [name for name in defaults if values.get(name, defaults[name]) == defaults[name]] == []
+    return kind(**values)
+
+
+def filled_config() -> ModelConfig:
+    """A config with every option there is: of all families, so no model's."""
+    flags = dict.fromkeys(("renormalize", "shared_gate", "choice_bias"), True)
+    moe = filled(MoEConfig, n_expert=4, top_k=2, ffn_dim=16, scale=2.5, shared_ffn_dim=8, **flags)
+    widths = dict(dim=32, n_layer=3, n_head=4, n_kv_head=2, head_dim=8, ffn_dim=48, vocab_size=64)
+    rope = dict(rope_base=5e5, rope_linear_factor=2.0, rope_freq_factors=(1.0, 2.0, 3.0, 4.0))
+    rope["rope_scaling"] = Llama3RopeScaling(8.0, 1.0, 4.0, 64)
+    flags = dict.fromkeys(("tie_embeddings", "qkv_bias", "qk_norm", "qk_norm_whole"), True)
+    rest = dict(max_seq_len=99, norm_eps=1e-6, sliding_window=7, architecture=ERNIE)
+    return filled(ModelConfig, **widths, **rope, **flags, **rest, moe=moe, dense_blocks=(1,))

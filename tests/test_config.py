@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from families import filled_config
 from fasteagle.config import (
     ANY_LENGTH,
     HeadConfig,
-    Llama3RopeScaling,
+    ModelConfig,
     MoEConfig,
     dense_width,
     draft_block,
@@ -34,6 +35,12 @@ def test_a_model_has_as_many_parameters_as_its_tensors_have_values(name):
     assert config.params == sum(map(math.prod, expected_shapes(config).values()))
 
 
+@pytest.mark.parametrize("norm", ["qk_norm", "qk_norm_whole"])  # a model has one of them
+def test_every_option_counts_in_the_number_of_parameters(norm):
+    config = dataclasses.replace(filled_config(), **{norm: False})
+    assert config.params == sum(map(math.prod, expected_shapes(config).values()))
+
+
 @pytest.mark.parametrize("name", ["llama2-7b", "llama3-8b", "qwen3-8b", "qwen3-30b-a3b"])
 def test_a_draft_head_has_as_many_weights_as_its_linears(name):
     shape = head_shape(name, REGISTRY[name].config)
@@ -51,11 +58,11 @@ def test_a_head_for_fewer_tokens_has_their_rows_of_the_lm_head():
 
 
 def test_the_block_of_a_draft_head_has_no_option_of_the_family():
-    own = dict.fromkeys(("qkv_bias", "qk_norm", "qk_norm_whole", "tie_embeddings"), True)
-    rope = dict(rope_scaling=Llama3RopeScaling(8.0, 1.0, 4.0, 64), rope_linear_factor=2.0)
-    rope["rope_freq_factors"] = (1.0, 2.0, 3.0, 4.0)
-    blocks = dict(n_layer=5, moe=MOE, dense_blocks=(1,), sliding_window=7)
-    assert draft_block(tiny_config(**own, **rope, **blocks)) == tiny_config(n_layer=1)
+    model = filled_config()
+    kept = ("dim", "n_head", "n_kv_head", "head_dim", "ffn_dim", "vocab_size", "max_seq_len")
+    kept += ("norm_eps", "rope_base", "architecture")
+    expected = ModelConfig(n_layer=1, **{name: getattr(model, name) for name in kept})
+    assert draft_block(model) == expected
 
 
 def test_a_layer_for_multi_token_prediction_keeps_the_options_of_its_model():

@@ -12,9 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from families import filled_config
 from fasteagle import paths
-from fasteagle.config import Llama3RopeScaling, ModelConfig, MoEConfig
-from fasteagle.config_hf import ERNIE
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.errors import FasteagleError
@@ -80,23 +79,9 @@ def test_written_folders_load_back_bit_equal(folder, tmp_path, quant):
     assert chat.exit_code == 0 and "int" in chat.stderr, chat.output
 
 
-def filled(kind, **values):
-    """An object of a config class without one default value, so that a new field fails here."""
-    defaults = {field.name: field.default for field in dataclasses.fields(kind)}
-    assert [name for name in defaults if values.get(name, defaults[name]) == defaults[name]] == []
-    return kind(**values)
-
-
 def test_every_field_of_a_config_is_read_back(tmp_path):
     """A field that is not would change the model without an error, where it has no tensor."""
-    flags = dict.fromkeys(("renormalize", "shared_gate", "choice_bias"), True)
-    moe = filled(MoEConfig, n_expert=4, top_k=2, ffn_dim=16, scale=2.5, shared_ffn_dim=8, **flags)
-    widths = dict(dim=32, n_layer=3, n_head=4, n_kv_head=2, head_dim=8, ffn_dim=48, vocab_size=64)
-    rope = dict(rope_base=5e5, rope_linear_factor=2.0, rope_freq_factors=(1.0, 2.0, 3.0, 4.0))
-    rope["rope_scaling"] = Llama3RopeScaling(8.0, 1.0, 4.0, 64)
-    flags = dict.fromkeys(("tie_embeddings", "qkv_bias", "qk_norm", "qk_norm_whole"), True)
-    rest = dict(max_seq_len=99, norm_eps=1e-6, sliding_window=7, architecture=ERNIE)
-    config = filled(ModelConfig, **widths, **rope, **flags, **rest, moe=moe, dense_blocks=(1,))
+    config = filled_config()
     checkpoint = SimpleNamespace(config=config)
     save(tmp_path, checkpoint, Scheme(8), "", [("model.norm.weight", torch.ones(32))])
     assert StoredFolder(tmp_path).config == config
@@ -242,7 +227,7 @@ def test_speculation_changes_no_token_of_a_quantized_model(folder, quant):
     expected = generated(plain)
     head = random_head(plain.model, rope_scaling=None, rope_base=10000.0)
     quantize_head_(head, Scheme(8))
-    for drafter in (EagleDrafter(head, TreeShape(3, 4, 7), 256), NgramDrafter()):
+    for drafter in (EagleDrafter(head, TreeShape(3, 4, 7)), NgramDrafter()):
         engine = Engine(plain.model, 256, drafter=drafter)
         assert generated(engine) == expected
 
