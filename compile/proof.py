@@ -279,7 +279,7 @@ def _chain(backend: Backend, head: EagleHead) -> tuple[Tensor, Tensor]:
 
 def _drafting(backend: Backend, head: EagleHead) -> tuple[_Endless, DecodeState]:
     """Return a drafter over `head`, and a state with its first committed pairs pending."""
-    state, drafter = _state(backend.target), _Endless(head, GatedChain(LEVELS), SLOTS)
+    state, drafter = _state(backend.target), _Endless(head, GatedChain(LEVELS))
     state.read_aux_layers(drafter.aux_layers, backend.target.config.dim)
     drafter.reserve(PREFIX)
     state.seq_len.fill_(PENDING)

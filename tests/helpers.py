@@ -287,9 +287,9 @@ def pairs(tokens, features, count: int | None = None) -> Committed:
     return Committed(torch.as_tensor(tokens), features, torch.tensor([n]))
 
 
-def fused_drafter(head, shape, max_seq_len: int, lookup: Lookup | None = None) -> EagleDrafter:
+def fused_drafter(head, shape, lookup: Lookup | None = None) -> EagleDrafter:
     """A drafter of a draft head's tree and looked-up chains."""
-    return EagleDrafter(head, shape, max_seq_len, lookup=lookup or Lookup())
+    return EagleDrafter(head, shape, lookup=lookup or Lookup())
 
 
 def propose(drafter, state: DecodeState, new: Committed, root: int) -> DraftTree:
@@ -306,7 +306,7 @@ def assert_true_pairs(engine: Engine, text: list[int], missing: int) -> None:
     """The draft head's cache is as if it had been shown the whole text, but `missing`, at once."""
     n, head = engine.shown, engine.drafter.head
     assert n > len(text) - missing
-    fresh = EagleDrafter(head, TreeShape(3, 3, 8), 512)
+    fresh = EagleDrafter(head, TreeShape(3, 3, 8))
     fresh.reserve(n)
     features = Engine(engine.model, 512).features(text, fresh.aux_layers)
     fresh.extend(pairs(text[1 : n + 1], features[:n, : head.config.feature_dim]), torch.tensor(n))
@@ -363,7 +363,7 @@ def compile_cycles(engine: Engine, kind: SamplingMode | None = None) -> None:
 def tuned_engine(target: Transformer, folder: Path, shape=TreeShape(3, 3, 8), made=Engine):  # noqa: B008
     """An engine with a draft head whose costs are kept in `folder`."""
     engine = made(target, 512)
-    drafter = EagleDrafter(random_head(target), shape, 512)
+    drafter = EagleDrafter(random_head(target), shape)
     drafter.tuning = Tuning(folder / "costs.json", DEFAULT_RANKS)
     engine.use(drafter)
     return engine

@@ -135,7 +135,7 @@ def test_trees_of_a_fixed_size_are_chosen_together(native, tmp_path):
     """Rows cost nothing by these costs: first plain passes are timed, then all have trees."""
     engine, expected = native["int8", "auto"]
     sizes = [FusedShape(0, 1, 3, 3), FusedShape(2, 2, 5, 3)]
-    drafter = fused_drafter(random_head(engine.model), sizes[0], engine.max_seq_len)
+    drafter = fused_drafter(random_head(engine.model), sizes[0])
     drafter.tuning = Tuning(tmp_path / "costs.json", DEFAULT_RANKS)
     levels = {1: 0.01, 2: 0.01}
     costs = Costs({1: 4.0, 2: 4.1, 32: 4.2}, levels, levels, 0.1, 0.1, 0.02)
@@ -159,7 +159,7 @@ def fused(engine: Engine, folder) -> EagleDrafter:
     """A drafter of a random draft head and the lookup, whose policy has costs."""
     head = random_head(engine.model)
     quantize_head_(head, Scheme(8, head_bits=8), native=True)
-    drafter = fused_drafter(head, GatedChain(REACH), engine.max_seq_len)
+    drafter = fused_drafter(head, GatedChain(REACH))
     drafter.tuning = Tuning(folder / "costs.json", DEFAULT_RANKS)
     costs = Costs({1: 4.0, 2: 4.1, 32: 5.6}, {}, {}, 0.1, 0.1, 0.02, {1: 0.01, LONGEST: 0.08})
     drafter.policy = Policy(costs, DEFAULT_RANKS, [GatedChain(REACH)], head=True, lookup=True)

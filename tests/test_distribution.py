@@ -34,11 +34,11 @@ def test_distribution_two_tokens_deep(kind):
     small.lm_head.weight.mul_(0.3)
     head = random_head(small, seed=5)
     drafter = {
-        "shared noise": lambda: EagleDrafter(head, TreeShape(2, 3, 6), 512),
-        "no noise": lambda: EagleDrafter(head, TreeShape(2, 3, 6), 512, noise="none"),
-        "static": lambda: StaticTreeDrafter(head, 512, SHALLOW),
-        "multi-round": lambda: StaticTreeDrafter(head, 512, SHALLOW, sampled=True),
-        "chain m-r": lambda: StaticTreeDrafter(head, 512, ((0,), (0, 0)), sampled=True),
+        "shared noise": lambda: EagleDrafter(head, TreeShape(2, 3, 6)),
+        "no noise": lambda: EagleDrafter(head, TreeShape(2, 3, 6), noise="none"),
+        "static": lambda: StaticTreeDrafter(head, SHALLOW),
+        "multi-round": lambda: StaticTreeDrafter(head, SHALLOW, sampled=True),
+        "chain m-r": lambda: StaticTreeDrafter(head, ((0,), (0, 0)), sampled=True),
     }[kind]()
     params = SamplingParams(1.0, top_p=0.97)
     prompt, n = [1, 2, 3], 800

@@ -80,13 +80,13 @@ def test_follow_ups_and_changed_histories_compute_what_differs(engine, model):
 def test_chunks_of_a_prompt_are_longer_on_a_gpu(model, monkeypatch):
     """What a GPU computes at once, and in which parts a draft head then sees it."""
     prompt = PROMPT * 20
-    drafter = EagleDrafter(random_head(model), TreeShape(3, 3, 8), 512)
+    drafter = EagleDrafter(random_head(model), TreeShape(3, 3, 8))
     engine = Engine(model, 512, drafter=drafter)
     whole, lengths = generated(engine, 40, prompt), engine.stats.path_lengths
     assert engine.prefill_chunk == 256
     monkeypatch.setattr("fasteagle.decoding.context.HEAD_CHUNK", 7)
     monkeypatch.setattr(Engine, "prefill_chunk", 31)
-    other = Engine(model, 512, drafter=EagleDrafter(drafter.head, TreeShape(3, 3, 8), 512))
+    other = Engine(model, 512, drafter=EagleDrafter(drafter.head, TreeShape(3, 3, 8)))
     assert generated(other, 40, prompt) == whole and other.stats.path_lengths == lengths
     monkeypatch.undo()
     engine.on_cpu = False

@@ -72,7 +72,7 @@ def test_prompts_are_computed_alike_with_and_without_a_draft_head(window, monkey
 
     with mock.patch.object(Transformer, "encode", encoded):
         plain = prefilled(None)
-        assert prefilled(EagleDrafter(head, TreeShape(3, 4, 7), 512)) == plain
+        assert prefilled(EagleDrafter(head, TreeShape(3, 4, 7))) == plain
     n = len(PROMPT) + 19
     *follow_ups, first_turn, after_a_stop = plain
     assert len(after_a_stop) == 1 and after_a_stop[0][1] == 100
@@ -84,7 +84,7 @@ def test_prompts_are_computed_alike_with_and_without_a_draft_head(window, monkey
 
 def test_a_changed_history_changes_the_pair_before_it(target, head):
     """The last common token has another one after it, which the draft head must see."""
-    drafter = EagleDrafter(head, TreeShape(3, 4, 7), 512)
+    drafter = EagleDrafter(head, TreeShape(3, 4, 7))
     engine, shown = Engine(target, 512, drafter=drafter), []
     show = drafter.show
 

@@ -126,8 +126,8 @@ def test_speculation_changes_no_token(checkpoint, model, tokenizer, params, text
     first = Drafting(DraftOptions()).drafter(DEFAULT_MODEL, engine, checkpoint, said.append)
     assert said[0].startswith("draft head shipped with fasteagle"), said
     head = first.head
-    drafters = [first, EagleDrafter(head, TreeShape(6, 4, 20), 1024), NgramDrafter()]
-    drafters += [StaticTreeDrafter(head, 1024), fused_drafter(head, FusedShape(3, 3, 8, 8), 1024)]
+    drafters = [first, EagleDrafter(head, TreeShape(6, 4, 20)), NgramDrafter()]
+    drafters += [StaticTreeDrafter(head), fused_drafter(head, FusedShape(3, 3, 8, 8))]
     prompt = tokenizer.encode(tokenizer.render([{"role": "user", "content": text}]))
 
     def answer(drafter):

@@ -91,7 +91,7 @@ def test_greedy_text_is_that_of_plain_decoding(engine, shape):
     engine.use(None)
     expected = generated(engine, 32, LONG)
     head = random_head(engine.model)
-    engine.use(EagleDrafter(head, shape, 256))
+    engine.use(EagleDrafter(head, shape))
     assert generated(engine, 32, LONG) == expected
 
 
@@ -110,5 +110,5 @@ def test_a_second_turn_is_that_of_plain_decoding(engine):
         return text, engine.cache.rows[:, :, :n].clone()
 
     text, rows = talk(None)
-    again, same_rows = talk(EagleDrafter(random_head(engine.model), TreeShape(3, 3, 8), 256))
+    again, same_rows = talk(EagleDrafter(random_head(engine.model), TreeShape(3, 3, 8)))
     assert again == text and torch.equal(same_rows, rows)

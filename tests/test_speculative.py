@@ -93,22 +93,22 @@ def drafters(target, head):
     """Every drafter with several shapes."""
     trimmed = random_head(target, torch.arange(0, 60, 2), seed=2, eagle3=head.config.eagle3)
     made = {
-        f"eagle {d}-{k}-{n}": EagleDrafter(head, TreeShape(d, k, n), 512)
+        f"eagle {d}-{k}-{n}": EagleDrafter(head, TreeShape(d, k, n))
         for d, k, n in ((1, 1, 1), (1, 4, 3), (3, 4, 7), (6, 10, 59), (4, 2, 10))
     }
-    made["chain"] = EagleDrafter(head, TreeShape(5, 1, 5), 512)
-    made["trimmed"] = EagleDrafter(trimmed, TreeShape(3, 4, 7), 512)
-    usual = EagleDrafter(head, TreeShape(3, 4, 7), 512)
+    made["chain"] = EagleDrafter(head, TreeShape(5, 1, 5))
+    made["trimmed"] = EagleDrafter(trimmed, TreeShape(3, 4, 7))
+    usual = EagleDrafter(head, TreeShape(3, 4, 7))
     made["by confidence"] = ablated(usual, by_confidence=True, reranks=True)
     made["no rerank"] = ablated(usual, by_confidence=False, reranks=False)
-    made["static"] = StaticTreeDrafter(head, 512)
-    made["static two levels"] = StaticTreeDrafter(head, 512, ((0,), (1,), (1, 0)))
+    made["static"] = StaticTreeDrafter(head)
+    made["static two levels"] = StaticTreeDrafter(head, ((0,), (1,), (1, 0)))
     made["ngram"] = NgramDrafter(depth=4)
     for levels, k, n, reach in ((3, 3, 8, 8), (1, 2, 12, 11), (4, 3, 10, 2), (2, 1, 3, 3)):
         shape = FusedShape(levels, k, n, reach)
-        made[f"fused {levels}-{k}-{n}-{reach}"] = fused_drafter(head, shape, 512)
-    made["fused trimmed"] = fused_drafter(trimmed, FusedShape(3, 4, 7, 8), 512)
-    made["lookup alone"] = fused_drafter(head, FusedShape(0, 1, 8, 8), 512)
+        made[f"fused {levels}-{k}-{n}-{reach}"] = fused_drafter(head, shape)
+    made["fused trimmed"] = fused_drafter(trimmed, FusedShape(3, 4, 7, 8))
+    made["lookup alone"] = fused_drafter(head, FusedShape(0, 1, 8, 8))
     return made
 
 
@@ -147,7 +147,7 @@ def test_other_targets(family):
     head = random_head(target, qk_norm=False, sliding_window=None)
     expected = generated(Engine(target, 512), 30)
     for shape in (TreeShape(3, 4, 7), TreeShape(6, 10, 59)):
-        drafter = EagleDrafter(head, shape, 512)
+        drafter = EagleDrafter(head, shape)
         assert generated(Engine(target, 512, drafter=drafter), 30) == expected
 
 
@@ -229,7 +229,7 @@ def test_rejected_rows_leave_nothing_in_the_caches(target, head):
 
 def test_draft_cache_holds_the_true_pairs(target, head):
     """After a run and a follow-up, the head's cache equals one filled from the whole text."""
-    drafter = EagleDrafter(head, TreeShape(3, 4, 7), 512)
+    drafter = EagleDrafter(head, TreeShape(3, 4, 7))
     engine = Engine(target, 512, drafter=drafter)
     assert engine.spec(drafter.shape, SamplingMode()).width == 4  # an accepted path, and one more
     text = PROMPT + generated(engine, 30)
@@ -237,7 +237,7 @@ def test_draft_cache_holds_the_true_pairs(target, head):
     text = text + generated(engine, 20, text)
     assert engine.stats.cached_tokens > 30
     assert_true_pairs(engine, text, missing=10)
-    engine.use(EagleDrafter(head, TreeShape(3, 4, 7), 512))  # which has seen nothing of it
+    engine.use(EagleDrafter(head, TreeShape(3, 4, 7)))  # which has seen nothing of it
     text = [*text, 7, 3, 1]
     text = text + generated(engine, 20, text)
     assert_true_pairs(engine, text, missing=10)
@@ -247,7 +247,7 @@ def test_draft_cache_holds_the_true_pairs(target, head):
 
 
 def test_follow_ups_and_changed_histories(target, head):
-    drafter = EagleDrafter(head, TreeShape(3, 4, 7), 512)
+    drafter = EagleDrafter(head, TreeShape(3, 4, 7))
     engine = Engine(target, 512, drafter=drafter)
     first = generated(engine, 20)
     for prompt in (PROMPT + first + [1, 2], PROMPT + first, PROMPT[:5], PROMPT, [1], [1, 2]):
@@ -257,7 +257,7 @@ def test_follow_ups_and_changed_histories(target, head):
 def test_breaking_off_anywhere_leaves_the_engine_usable(target, head, monkeypatch):
     expected = generated(Engine(target, 512))
     for step in ("extend", "propose"):
-        drafter = EagleDrafter(head, TreeShape(3, 4, 7), 512)
+        drafter = EagleDrafter(head, TreeShape(3, 4, 7))
         engine = Engine(target, 512, drafter=drafter)
         original, calls = getattr(drafter, step), []
 
@@ -274,7 +274,7 @@ def test_breaking_off_anywhere_leaves_the_engine_usable(target, head, monkeypatc
 
 
 def test_pairs_that_memory_was_short_for_are_shown_later(target, head, monkeypatch):
-    engine = Engine(target, 512, drafter=EagleDrafter(head, TreeShape(3, 4, 7), 512))
+    engine = Engine(target, 512, drafter=EagleDrafter(head, TreeShape(3, 4, 7)))
     with monkeypatch.context() as short:
         short.setattr(engine.drafter, "show", raising(torch.OutOfMemoryError("none")))
         with pytest.raises(FasteagleError, match="out of memory at token 8 of a prompt of 8"):
@@ -284,7 +284,7 @@ def test_pairs_that_memory_was_short_for_are_shown_later(target, head, monkeypat
 
 def test_breaking_off_after_a_commit_shows_the_head_no_wrong_pairs(target, head, monkeypatch):
     """Those that it had not seen are replaced by then."""
-    drafter = EagleDrafter(head, TreeShape(12, 1, 12), 512)  # it reads as many pairs at once
+    drafter = EagleDrafter(head, TreeShape(12, 1, 12))  # it reads as many pairs at once
     shapes, commit = iter([None] * 12 + [drafter.shape]), cycle.commit
     monkeypatch.setattr(drafter, "next_shape", lambda: next(shapes, None))
 
@@ -332,8 +332,8 @@ def test_ends_in_the_middle_of_an_accepted_path(target, params):
 
 def test_a_tree_deeper_than_the_state_has_room_for(target, head):
     with pytest.raises(FasteagleError, match="tree-depth 64 is out of range: use at most 63"):
-        Engine(target, 512, drafter=EagleDrafter(head, TreeShape(64, 1, 64), 512))
-    assert generated(Engine(target, 512, drafter=EagleDrafter(head, TreeShape(63, 1, 63), 512)), 9)
+        Engine(target, 512, drafter=EagleDrafter(head, TreeShape(64, 1, 64)))
+    assert generated(Engine(target, 512, drafter=EagleDrafter(head, TreeShape(63, 1, 63))), 9)
 
 
 # Tracing takes seconds a level: each kind of drafter and of shape once, with one kind of head.

@@ -62,7 +62,7 @@ def dummy_drafter(
         minmax = dataclasses.replace(scheme, method="minmax")
         quantize_head_(head, minmax, has_native(engine.model))
     quantized_on_cpu = scheme is not None and engine.on_cpu
-    return tree_drafter(head, draft, engine.max_seq_len, quantized_on_cpu)
+    return tree_drafter(head, draft, quantized_on_cpu)
 
 
 def _random_head(config: HeadConfig, dtype: torch.dtype, device: torch.device) -> EagleHead:

@@ -126,8 +126,8 @@ class HeadDrafter(RankingDrafter):
 
     reads_features = True
 
-    def __init__(self, head: EagleHead, max_seq_len: int, noise: str) -> None:
-        self.head, self.max_seq_len, self.noise = head, max_seq_len, noise
+    def __init__(self, head: EagleHead, noise: str) -> None:
+        self.head, self.noise = head, noise
         weight = head.block.mlp_norm.weight
         self.cache = KVCache(head.config.block, 1, weight.dtype, weight.device)
         self.target_ids = head.target_ids()

@@ -29,14 +29,9 @@ class ModelDrafter(RankingDrafter):
     reads_features = True  # their tokens only: it must see every committed position
 
     def __init__(
-        self,
-        model: Target,
-        shape: TreeShape,
-        max_seq_len: int,
-        vocab_size: int,
-        noise: str = "shared",
+        self, model: Target, shape: TreeShape, vocab_size: int, *, noise: str = "shared"
     ) -> None:
-        self.model, self.max_seq_len, self.noise = model, max_seq_len, noise
+        self.model, self.noise = model, noise
         self.shape: TreeShape = shape
         weight = model.weight
         self.cache, self.window = model.new_cache(1), model.config.sliding_window
@@ -54,8 +49,7 @@ class ModelDrafter(RankingDrafter):
         k = self.shape.topk
         depth = max(1, nodes) if k == 1 else min(self.shape.depth, max(1, nodes))
         shape = TreeShape(depth, k, nodes)
-        n_tokens = len(self.target_ids)
-        return type(self)(self.model, shape, self.max_seq_len, n_tokens, self.noise)
+        return type(self)(self.model, shape, len(self.target_ids), noise=self.noise)
 
     def reserve(self, n_tokens: int) -> None:
         tree_rows = (self.shape.depth - 1) * self.shape.topk

@@ -41,7 +41,7 @@ class EagleDrafter(HeadDrafter):
         self,
         head: EagleHead,
         shape: TreeShape | GatedChain | FusedShape,
-        max_seq_len: int,
+        *,
         noise: str = "shared",
         lookup: Lookup | None = None,
     ) -> None:
@@ -50,7 +50,7 @@ class EagleDrafter(HeadDrafter):
                 f"tree-topk {shape.topk} is more than the draft vocabulary of "
                 f"{head.config.draft_vocab_size:,} tokens: use fewer"
             )
-        super().__init__(head, max_seq_len, noise)
+        super().__init__(head, noise)
         self.name = "eagle-chain" if shape.topk == 1 else "eagle"
         if lookup is not None:
             self.name, self.lookup = "fused", lookup
@@ -87,7 +87,7 @@ class EagleDrafter(HeadDrafter):
 
     def _with(self, shape: TreeShape | GatedChain | FusedShape) -> Self:
         """Return a drafter with this draft head and another shape."""
-        return type(self)(self.head, shape, self.max_seq_len, self.noise, self.lookup)
+        return type(self)(self.head, shape, noise=self.noise, lookup=self.lookup)
 
     def propose(
         self, prediction: Prediction | None, state: DecodeState, spec: CycleSpec

@@ -43,13 +43,12 @@ class StaticTreeDrafter(HeadDrafter):
     def __init__(
         self,
         head: EagleHead,
-        max_seq_len: int,
         paths: Sequence[tuple[int, ...]] = PAPER_TREE,
         noise: str = "shared",
         sampled: bool = False,
     ) -> None:
         check_paths(paths, head.config.draft_vocab_size)
-        super().__init__(head, max_seq_len, noise)
+        super().__init__(head, noise)
         order = tuple(sorted(paths, key=lambda path: (len(path), path)))
         self.shape = StaticShape(len(order[-1]), None, len(order))
         self.sampled = sampled

@@ -190,7 +190,7 @@ class Drafting:
         assert isinstance(shape, TreeShape), "only a fused drafter has another shape"
         notify(f"draft model {prepared}, {counted(shape.nodes, 'node')}")
         vocab_size = engine.model.config.vocab_size
-        return ModelDrafter(target, shape, engine.max_seq_len, vocab_size, self.options.noise)
+        return ModelDrafter(target, shape, vocab_size, noise=self.options.noise)
 
     def _drafter(
         self, name: str, engine: Engine, checkpoint: Checkpoint, notify: Callable[[str], None]
@@ -243,7 +243,7 @@ class Drafting:
         native = drafts_chains(engine.backend)
         if engine.backend.merges_lookup and options.auto_tree and options.drafter == "auto":
             options = dataclasses.replace(options, drafter="fused")
-        drafter = tree_drafter(head, options, engine.max_seq_len, quantized_on_cpu, corpus, native)
+        drafter = tree_drafter(head, options, quantized_on_cpu, corpus, native)
         is_chain = isinstance(drafter.shape, GatedChain)
         if (options.auto_tree or is_chain) and isinstance(drafter, EagleDrafter):
             ranks = ranks_of(loaded.header)
@@ -349,7 +349,6 @@ def tree_of(
 def tree_drafter(
     head: EagleHead,
     options: DraftOptions,
-    max_seq_len: int,
     quantized_on_cpu: bool,
     corpus: Corpus | None = None,
     native: bool = False,
@@ -367,6 +366,6 @@ def tree_drafter(
         tree = _looked_up_chain(options.lookup_depth) if fused else GatedChain(LONGEST)
     if isinstance(tree, tuple):
         sampled = options.verify == "multi-round"
-        return StaticTreeDrafter(head, max_seq_len, tree, options.noise, sampled)
+        return StaticTreeDrafter(head, tree, options.noise, sampled)
     lookup = Lookup(corpus=corpus, device=head.target_ids().device) if fused else None
-    return EagleDrafter(head, tree, max_seq_len, options.noise, lookup)
+    return EagleDrafter(head, tree, noise=options.noise, lookup=lookup)

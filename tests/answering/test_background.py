@@ -247,7 +247,7 @@ def test_an_answer_before_the_compiler_has_ended_begins_no_other_and_its_error_i
 
 def test_another_way_to_draw_is_compiled_in_the_background(target, compiler, monkeypatch, tmp_path):
     """And another drafter, or the one before it: the code of each drops that of the other."""
-    drafter = EagleDrafter(random_head(target), TreeShape(), 512)
+    drafter = EagleDrafter(random_head(target), TreeShape())
     engine = Engine(target, 512, drafter=drafter)
     specs, done = [], threading.Event()
 

@@ -67,10 +67,10 @@ def drafters(model, number):
     made = {"ngram": NgramDrafter(depth=4)}
     for kind in ("eagle1", "eagle3"):
         head = random_head(model, eagle3=eagle3_of(kind, model.config))
-        made[f"{kind} tree"] = EagleDrafter(head, TreeShape(3, 4, 12), 512)
-        made[f"{kind} chain"] = EagleDrafter(head, TreeShape(4, 1, 4), 512)
-        made[f"{kind} static"] = StaticTreeDrafter(head, 512)
-        made[f"{kind} fused"] = fused_drafter(head, FusedShape(3, 3, 8, 8), 512)
+        made[f"{kind} tree"] = EagleDrafter(head, TreeShape(3, 4, 12))
+        made[f"{kind} chain"] = EagleDrafter(head, TreeShape(4, 1, 4))
+        made[f"{kind} static"] = StaticTreeDrafter(head)
+        made[f"{kind} fused"] = fused_drafter(head, FusedShape(3, 3, 8, 8))
     return dict(list(made.items())[number % 3 :: 3])
 
 
@@ -166,7 +166,7 @@ def test_masks_are_made_between_two_graphs(model, tokenizer, compiler):
     head = random_head(model)
     expected, _ = run(Engine(model, 512), tokenizer, compiler, SPECS[0])
     engine = captured_engine(model, 512)
-    engine.use(EagleDrafter(head, TreeShape(3, 4, 12), 512))
+    engine.use(EagleDrafter(head, TreeShape(3, 4, 12)))
     assert run(engine, tokenizer, compiler, SPECS[0])[0] == expected
     masked = engine.runner.replays
     assert masked == engine.stats.passes > 0 and engine.runner.captured == 2

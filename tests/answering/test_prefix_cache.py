@@ -27,8 +27,8 @@ def drafters(target):
     return {
         "none": lambda: None,
         "ngram": NgramDrafter,
-        "eagle": lambda: EagleDrafter(head, TreeShape(3, 4, 7), 512),
-        "eagle3": lambda: EagleDrafter(head3, TreeShape(3, 4, 7), 512),
+        "eagle": lambda: EagleDrafter(head, TreeShape(3, 4, 7)),
+        "eagle3": lambda: EagleDrafter(head3, TreeShape(3, 4, 7)),
     }
 
 

@@ -100,7 +100,7 @@ def test_the_random_head_is_of_the_published_algorithm(tiny_preset, monkeypatch)
     for precision in ("bf16", "int4"):
         random, engine = made(tiny_preset, precision)
         assert isinstance(random, Eagle3Head) and random.config.draft_vocab_size == 80
-        engine.use(EagleDrafter(random, TreeShape(3, 3, 8), engine.max_seq_len))
+        engine.use(EagleDrafter(random, TreeShape(3, 3, 8)))
         answer = generated(engine, 6, [5, 9, 40])
         assert len(answer) == 6
 

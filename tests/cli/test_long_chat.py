@@ -38,7 +38,7 @@ def held() -> tuple[int, int, int]:
 def test_turns_at_a_full_context(tmp_path):
     target = random_target(tiny_config())
     engine = Engine(target, 512)  # this and the tree are compiled for other tests too
-    drafter = EagleDrafter(random_head(target), TreeShape(2, 2, 4), 512)
+    drafter = EagleDrafter(random_head(target), TreeShape(2, 2, 4))
     drafter.tuning = Tuning(tmp_path / "costs.json", DEFAULT_RANKS)
     engine.use(drafter)
     assert compile_now(engine)

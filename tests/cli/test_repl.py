@@ -144,11 +144,11 @@ def test_switching_speculation(typed, llm):
     for word in ("often", "-1", "1.5", "²"):
         assert "wants on, off or a number" in typed(f"/spec {word}")
     head = random_head(llm.engine.model, rope_scaling=None, rope_base=10000.0)
-    typed.chat.drafter = EagleDrafter(head, TreeShape(3, 3, 8), 512)
+    typed.chat.drafter = EagleDrafter(head, TreeShape(3, 3, 8))
     assert "eagle, 4 nodes" in typed("/spec 4")
     assert "/spec 0 is out of range: tree-nodes 0" in typed("/spec 0")
     assert "/spec 99 is out of range: tree-nodes 99 is more than" in typed("/spec 99")
-    typed.chat.drafter = EagleDrafter(head, GatedChain(8), 512)
+    typed.chat.drafter = EagleDrafter(head, GatedChain(8))
     assert ", chains of 1 to 8" in typed("/spec on")  # as the line after loading says it
 
 

@@ -49,7 +49,7 @@ def new_session(model, tokenizer, drafter=None):
     engine = Engine(model, 512)
     if drafter == "eagle":
         head = random_head(model, rope_scaling=None, rope_base=10000.0)
-        engine.use(EagleDrafter(head, TreeShape(3, 3, 8), 512))
+        engine.use(EagleDrafter(head, TreeShape(3, 3, 8)))
     session = ChatSession(LLM("thinker", engine, tokenizer), DRAWN, AnswerOptions(12))
     session.remarks = []
     session.notify = session.remarks.append

@@ -50,9 +50,9 @@ def drafter_of(target: Transformer, name: str) -> Drafter | None:
             made = NgramDrafter(lookup=lookup)
             made.shape = GatedChain(REACH)
         case ["fused", algorithm]:
-            made = fused_drafter(head_of(target, algorithm), GatedChain(REACH), 512, lookup=lookup)
+            made = fused_drafter(head_of(target, algorithm), GatedChain(REACH), lookup=lookup)
         case [algorithm]:
-            made = EagleDrafter(head_of(target, algorithm), GatedChain(REACH), 512)
+            made = EagleDrafter(head_of(target, algorithm), GatedChain(REACH))
     made.fixed_thresholds = Thresholds((0.02,) * 8, (0.03,) * 8)
     return made
 

@@ -43,11 +43,11 @@ BACKENDS = [
 DRAWN = [SamplingParams(), SamplingParams(0.8, seed=3)]
 TREE, FUSED = TreeShape(2, 2, 4), FusedShape(2, 2, 8, 6)
 DRAFTERS = {
-    "eagle1 tree": ("eagle1", lambda head: EagleDrafter(head, TREE, 512)),
-    "eagle3 tree": ("eagle3", lambda head: EagleDrafter(head, TREE, 512)),
-    "eagle1 chain": ("eagle1", lambda head: EagleDrafter(head, TreeShape(3, 1, 3), 512)),
-    "static tree": ("eagle1", lambda head: StaticTreeDrafter(head, 512, ((0,), (1,), (0, 0)))),
-    "fused": ("eagle3", lambda head: fused_drafter(head, FUSED, 512)),
+    "eagle1 tree": ("eagle1", lambda head: EagleDrafter(head, TREE)),
+    "eagle3 tree": ("eagle3", lambda head: EagleDrafter(head, TREE)),
+    "eagle1 chain": ("eagle1", lambda head: EagleDrafter(head, TreeShape(3, 1, 3))),
+    "static tree": ("eagle1", lambda head: StaticTreeDrafter(head, ((0,), (1,), (0, 0)))),
+    "fused": ("eagle3", lambda head: fused_drafter(head, FUSED)),
     "ngram": (None, lambda head: NgramDrafter(4)),
 }
 
@@ -118,7 +118,7 @@ def test_a_long_prompt(name):
     prompt = [5, 6, 7, 8] * 90
     engines = [
         Engine(backend.target.model, 512, drafter=drafter, backend=backend)
-        for drafter in (None, EagleDrafter(head, TREE, 512))
+        for drafter in (None, EagleDrafter(head, TREE))
     ]
     for _ in range(2):
         expected, text = (generated(engine, 20, prompt, DRAWN[0]) for engine in engines)

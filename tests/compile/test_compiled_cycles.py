@@ -69,7 +69,7 @@ def test_a_sliding_window_in_the_whole_model():
 @needs_compiler
 def test_compiled_blocks_take_a_tree_view(target):
     other = attending(tiny_config())
-    drafter = EagleDrafter(random_head(other.model), TREE, 512)
+    drafter = EagleDrafter(random_head(other.model), TREE)
     engine = eager_engine(other, 512, drafter)
     compiler = BlockCompiler(engine.backend, 512, drafter.head)  # cycles are compiled below
     compiler.start()
@@ -85,7 +85,7 @@ def test_compiled_blocks_take_a_tree_view(target):
 def engine(target):
     """An engine of a tree of EAGLE-3, compiled to draw."""
     head = random_head(target, eagle3=eagle3_of("eagle3", target.config))
-    made = Engine(target, 512, drafter=EagleDrafter(head, TREE, 512))
+    made = Engine(target, 512, drafter=EagleDrafter(head, TREE))
     assert compile_now(made, SamplingParams(0.8))
     assert len(made.runner.compiled) == 2  # plain, and the tree
     return made
@@ -95,7 +95,7 @@ def engine(target):
 @needs_compiler
 def test_compiled_pieces_are_the_eager_ones(target, engine):
     """A chat through every cache size: the same drafts, and no value makes another variant."""
-    eager = Engine(target, 512, drafter=EagleDrafter(engine.drafter.head, TREE, 512))
+    eager = Engine(target, 512, drafter=EagleDrafter(engine.drafter.head, TREE))
     text = list(PROMPT)
     with torch.compiler.set_stance("fail_on_recompile"):
         for turn in range(7):
@@ -168,12 +168,12 @@ def test_another_drafter_may_be_in_use_while_a_first_one_is_compiled(target, tra
     eagle3 = eagle3_of("eagle3", target.config)
     engine = captured_engine(target, 512)
     engine.on_cpu = False
-    first = EagleDrafter(random_head(target, eagle3=eagle3), TREE, 512)
+    first = EagleDrafter(random_head(target, eagle3=eagle3), TREE)
     engine.use(first)
     compiler = CycleCompiler(engine)
     engine.use(None)
     compiler.compile()
-    second = EagleDrafter(random_head(target), TREE, 512)
+    second = EagleDrafter(random_head(target), TREE)
     engine.use(second)
     other = CycleCompiler(engine)
     other.compile()
@@ -191,11 +191,11 @@ def test_siblings_with_other_drafters_keep_what_is_compiled_for_each(target, tra
     engines = [base.sibling(base.cache) for _ in range(2)]
     for engine in engines:
         engine.on_cpu = False
-        engine.use(EagleDrafter(random_head(target), TREE, 512))
+        engine.use(EagleDrafter(random_head(target), TREE))
         compile_cycles(engine)
     drafters = [engine.drafter for engine in engines]
     assert {drafter for drafter, _ in base.runner.compiled} == set(drafters)
-    engines[0].use(EagleDrafter(random_head(target), TREE, 512))
+    engines[0].use(EagleDrafter(random_head(target), TREE))
     assert {drafter for drafter, _ in base.runner.compiled} == {drafters[1]}
 
 
@@ -230,9 +230,9 @@ def test_compiled_pieces_of_other_drafters(target, make, params):
     def drafter():
         if make == "model":
             small = random_target(tiny_config(n_layer=1), seed=5)
-            return ModelDrafter(Target(small), TREE, 512, 60)
+            return ModelDrafter(Target(small), TREE, 60)
         shape = FusedShape(2, 2, 8, 6) if make == "fused" else FusedShape(0, 1, 6, 6)
-        return fused_drafter(random_head(target), shape, 512)
+        return fused_drafter(random_head(target), shape)
 
     engine, eager = (Engine(target, 512, drafter=drafter()) for _ in range(2))
     before = [tensor.clone() for tensor in engine.drafter.advanced]

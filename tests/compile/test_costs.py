@@ -113,7 +113,7 @@ def test_pausing_and_drafting_in_turn_changes_no_token(target, tmp_path, ahead):
 
 
 def tuned_fused(target, path):
-    drafter = fused_drafter(random_head(target), FusedShape(3, 3, 8, 8), 512)
+    drafter = fused_drafter(random_head(target), FusedShape(3, 3, 8, 8))
     drafter.tuning = Tuning(path, DEFAULT_RANKS)
     return drafter
 
@@ -274,7 +274,7 @@ def test_compiled_code_is_put_in_place_at_the_gate(engine, monkeypatch):
 
 def test_a_fixed_tree_is_not_tuned(target):
     engine = Engine(target, 512)
-    engine.use(EagleDrafter(random_head(target), TreeShape(3, 3, 8), 512))
+    engine.use(EagleDrafter(random_head(target), TreeShape(3, 3, 8)))
     assert tune_now(engine, print) is None
 
 
@@ -371,7 +371,7 @@ def test_the_rest_of_a_cycle_is_neither_its_pass_nor_its_draft(engine, monkeypat
 
 def test_cycles_of_a_device_that_replays_are_timed_with_its_compiled_pieces(target):
     engine = captured_engine(target, 512)
-    drafter = EagleDrafter(random_head(target), TreeShape(3, 3, 8), 512)
+    drafter = EagleDrafter(random_head(target), TreeShape(3, 3, 8))
     engine.use(drafter)
     ran = []
 

@@ -234,7 +234,7 @@ def test_drafting_in_bf16_changes_no_token(algorithm):
     assert backend.leaves_head(random_head(target)), "its linears are dense: they are compiled"
     for params in (SamplingParams(), SamplingParams(0.8, seed=3)):
         texts = []
-        for drafter in (None, EagleDrafter(head, TreeShape(3, 3, 8), 256)):
+        for drafter in (None, EagleDrafter(head, TreeShape(3, 3, 8))):
             engine = Engine(target, 256, drafter=drafter, backend=backend)
             texts.append(generated(engine, 40, params=params))
         assert texts[0] == texts[1]

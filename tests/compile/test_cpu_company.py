@@ -127,7 +127,7 @@ def test_cycles_that_no_call_runs_share_passes(native, calls):
     prompts = [[1, 2, 3], [4, 5, 6], [9, 8]]
     expected = [flat(chunks_of(engine_of(native), prompt=prompt)) for prompt in prompts]
     calls.clear()
-    tree = EagleDrafter(head_of(native, "eagle1"), TreeShape(2, 2, 4), 512)
+    tree = EagleDrafter(head_of(native, "eagle1"), TreeShape(2, 2, 4))
     engine = engine_of(native, tree)
     starts = [writing(prompts[i], n=(90, 20, 40)[i]) for i in range(3)]
     texts = in_company(Batch(engine, 3), starts, joins=(2,))

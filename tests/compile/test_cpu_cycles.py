@@ -278,9 +278,9 @@ def test_what_the_kernels_do_not_run_is_run_cycle_by_cycle(native):
     normed = head_of(native, "eagle3", aux_norm="all")
     draft = NativeDraft()
     assert draft.reads(head_of(native)) and normed.aux_norms and not draft.reads(normed)
-    chain = EagleDrafter(normed, GatedChain(REACH), 512)
-    tree = EagleDrafter(head_of(native, "eagle1"), TreeShape(2, 2, 4), 512)
-    rounds = StaticTreeDrafter(head_of(native, "eagle1"), 512, ((0,), (1,)), sampled=True)
+    chain = EagleDrafter(normed, GatedChain(REACH))
+    tree = EagleDrafter(head_of(native, "eagle1"), TreeShape(2, 2, 4))
+    rounds = StaticTreeDrafter(head_of(native, "eagle1"), ((0,), (1,)), sampled=True)
     expected = flat(chunks_of(engine_of(native)))
     for drafter in (chain, tree, rounds):
         engine = engine_of(native, drafter)
@@ -318,7 +318,7 @@ def test_an_end_that_is_none_only_ends_the_call(native):
 def test_cycles_that_wait_are_run_before_a_single_one(native):
     """Results come in the order of the launches."""
     shape = TreeShape(2, 2, 4)
-    engine = engine_of(native, EagleDrafter(head_of(native, "eagle1"), shape, 512))
+    engine = engine_of(native, EagleDrafter(head_of(native, "eagle1"), shape))
     answer = engine.generate([1, 2, 3], PARAMS[0], 9)
     next(answer)
     engine.reserve(20, rows=shape.rows, width=8)

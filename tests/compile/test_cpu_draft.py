@@ -72,7 +72,7 @@ def make(name, dtype=torch.float32, depth=6):
         target.lm_head = QuantizedLMHead(quantize_linear(target.lm_head, Scheme(8), native=True))
         head.borrow(target, 512)
     quantize_head_(head, Scheme(8, head_bits=8), native=True)
-    drafter = Always(head, TreeShape(depth, 1, depth), 512)
+    drafter = Always(head, TreeShape(depth, 1, depth))
     drafter.run_by(DraftOps(head=native_step(head)))
     return target, drafter
 
@@ -220,7 +220,7 @@ def test_wrong_counts_and_lengths_are_refused():
 
 def test_other_heads_are_left_to_the_drafters_code():
     target = random_target(tiny_config(**SHAPE))
-    drafter = EagleDrafter(random_head(target), TreeShape(3, 1, 3), 512)
+    drafter = EagleDrafter(random_head(target), TreeShape(3, 1, 3))
     assert not can_draft(drafter.head)
     assert not NativeDraft().runs(drafter, spec_of(GatedChain(6), 7))
     target, drafter = make("eagle1")

@@ -43,7 +43,7 @@ def test_texts_that_share_passes_and_calls_are_those_alone(model, calls):
         generated(engine_of(CpuBackend(model, "int8")), 60, prompt=prompt, params=params)
         for prompt, params in texts
     ]
-    drafter = fused_drafter(native_head(model), GatedChain(4), 512)
+    drafter = fused_drafter(native_head(model), GatedChain(4))
     several = Batch(engine_of(CpuBackend(model, "int8"), drafter), 3)
     calls.clear()
     for key, (prompt, params) in enumerate(texts):

@@ -86,7 +86,7 @@ def test_unlikely_tokens_are_left_out():
 
 def fused(target, corpus=None, reach=REACH):
     head = native_head(target, draft_ids=torch.arange(0, 60, 2))
-    return fused_drafter(head, GatedChain(reach), 256, lookup=Lookup(corpus=corpus))
+    return fused_drafter(head, GatedChain(reach), lookup=Lookup(corpus=corpus))
 
 
 def answer(engine: Engine, params, n=120, prompt=(1, 2, 3)) -> list[int]:
@@ -167,7 +167,7 @@ def test_chains_have_a_policy_before_anything_is_measured(native, tmp_path, monk
     begin_policy(engine_of(native, ngram))
     assert ngram.policy.looks_up and ngram.policy.head_gain is None
     begin_policy(engine_of(native))
-    tree = EagleDrafter(drafter.head, TreeShape(3, 3, 8), 512)
+    tree = EagleDrafter(drafter.head, TreeShape(3, 3, 8))
     tree.tuning = drafter.tuning
     begin_policy(engine_of(native, tree))
     assert tree.policy is None, "a tree waits for what is measured"
@@ -203,13 +203,13 @@ def test_where_kernels_run_all_of_it_nothing_is_compiled(native, monkeypatch):
         assert compile_now(engine, SamplingParams(0.8), said.append) and not said
         assert engine.target.ops.run_blocks == run
         assert answer(engine, SamplingParams(), 8)
-    engine = engine_of(native, EagleDrafter(fused(native).head, TreeShape(2, 2, 4), 256))
+    engine = engine_of(native, EagleDrafter(fused(native).head, TreeShape(2, 2, 4)))
     assert not compile_now(engine, None, said.append), "trees are none of the kernels'"
 
 
 def test_a_chain_of_a_fixed_number_of_tokens(native):
     head = fused(native).head
-    engine = engine_of(native, EagleDrafter(head, GatedChain(LONGEST), 512).resized(3))
+    engine = engine_of(native, EagleDrafter(head, GatedChain(LONGEST)).resized(3))
     answer(engine, SamplingParams())
     assert engine.stats.drafted == 3 * len(engine.stats.path_lengths) > 0
 

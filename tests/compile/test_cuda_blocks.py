@@ -112,8 +112,8 @@ def test_a_tree_of_more_rows_than_the_kernels_take_is_refused():
     target, _ = packed_target("gqa", n_layer=1)
     head = random_head(target)
     engine = Engine(target, 256, backend=KernelBackend(target))
-    engine.use(EagleDrafter(head, TreeShape(2, 8, 63), 256))
-    more = EagleDrafter(head, TreeShape(2, 8, 64), 256)
+    engine.use(EagleDrafter(head, TreeShape(2, 8, 63)))
+    more = EagleDrafter(head, TreeShape(2, 8, 64))
     with pytest.raises(FasteagleError, match="use at most 63, because passes of more"):
         engine.use(more)
     left = KernelBackend(target)

@@ -37,7 +37,7 @@ def test_a_head_is_drafted_with_together_until_its_kernels_are_left():
     backend, heads = KernelBackend(model), [random_head(model, seed=seed) for seed in (1, 2)]
     for head in heads:
         pack_(head.half(), Scheme(4, 64))
-    one, two = (EagleDrafter(head, TreeShape(2, 2, 4), 128) for head in heads)
+    one, two = (EagleDrafter(head, TreeShape(2, 2, 4)) for head in heads)
     for drafter in (one, two):
         backend.adopt(drafter)
         assert backend.drafts_together(drafter) and backend._draft.head is drafter.head
@@ -72,7 +72,7 @@ def test_which_cycles_draft_together():
     model, _ = packed_target(vocab_size=64)
     head, other = (random_head(model, seed=seed) for seed in (1, 2))
     draft, drawn = CudaDraft(head), SamplingMode(greedy=False)
-    drafter = fused_drafter(head, FusedShape(2, 2, 4, 4), 128)
+    drafter = fused_drafter(head, FusedShape(2, 2, 4, 4))
 
     def variant(shape=drafter.shape, kind=drawn, drafter=drafter):
         return draft._variant(Launch(spec_of(shape, 3, kind), drafter, None))
@@ -83,7 +83,7 @@ def test_which_cycles_draft_together():
     assert variant(shape=TreeShape(2, 2, 4)) == usual
     assert variant(shape=FusedShape(0, 1, 4, 4)) is None, "looks up alone"
     assert variant(shape=GatedChain(4)) is None and variant(drafter=NgramDrafter()) is None
-    assert variant(drafter=fused_drafter(other, drafter.shape, 128)) is None
+    assert variant(drafter=fused_drafter(other, drafter.shape)) is None
     drafter.noise = "none"
     assert variant() == greedy
 
@@ -92,7 +92,7 @@ def test_what_a_run_reads_of_its_texts():
     """Rows of texts that are missing, and their blocks, are of none; so is what is past a text."""
     model, _ = packed_target(vocab_size=64)
     head = random_head(model)
-    drafters = [EagleDrafter(head, TreeShape(2, 2, 4), 128) for _ in range(2)]
+    drafters = [EagleDrafter(head, TreeShape(2, 2, 4)) for _ in range(2)]
     fields = {"seed": torch.tensor([5, 6]), "temperature": torch.tensor([0.5, 2.0])}
     states = [
         SimpleNamespace(
@@ -139,7 +139,7 @@ def test_all_of_the_candidates_are_copied_into_the_memory_of_a_graph():
 def test_one_text_more_than_a_run_takes_drafts_alone():
     """Of two full runs each keeps what it has drafted: the next one may have the same memory."""
     model, _ = packed_target(vocab_size=64)
-    drafter = EagleDrafter(random_head(model), TreeShape(2, 2, 4), 128)
+    drafter = EagleDrafter(random_head(model), TreeShape(2, 2, 4))
     draft, launch = CudaDraft(drafter.head), Launch(spec_of(drafter.shape, 3), drafter, None)
     memory = Pool(*(torch.zeros(8, 3, dtype=torch.long) for _ in range(3)))
     sizes: list[int] = []
@@ -165,7 +165,7 @@ def test_one_text_more_than_a_run_takes_drafts_alone():
 def test_every_run_is_launched_to_be_compiled():
     """Greedy and drawn, whatever the cycles are, and in all numbers of texts."""
     model, _ = packed_target(vocab_size=64)
-    drafter = EagleDrafter(random_head(model), TreeShape(2, 2, 4), 128)
+    drafter = EagleDrafter(random_head(model), TreeShape(2, 2, 4))
     specs = [spec_of(drafter.shape, 3), spec_of(drafter.shape, 9), spec_of(None)]
     with mock.patch.object(cuda_draft, "SharedDraft") as made:
         CudaDraft(drafter.head).launch_all(mock.Mock(), drafter, specs)
@@ -179,7 +179,7 @@ def test_every_run_is_launched_to_be_compiled():
 def test_levels_are_ranked_too_where_kernels_are_launched_to_be_compiled():
     """A kernel is another one where the rows of its logits are a multiple of 16."""
     model, _ = packed_target(vocab_size=64)
-    drafter, ranked = EagleDrafter(random_head(model), TreeShape(2, 2, 4), 128), []
+    drafter, ranked = EagleDrafter(random_head(model), TreeShape(2, 2, 4)), []
     drafter.run_by(DraftOps(lambda logits, k: ranked.append((len(logits), k))))
     shared = SharedDraft(drafter, Variant(8, 3, 2, 2, MODE, 128), torch.zeros(8, 128))
     output = {"return_value": Prediction(torch.zeros(8, 64), torch.zeros(8, 128))}
@@ -191,7 +191,7 @@ def test_levels_are_ranked_too_where_kernels_are_launched_to_be_compiled():
 
 def test_a_run_for_several_leaves_the_drafter_its_own_cache():
     model, _ = packed_target(vocab_size=64)
-    drafter = EagleDrafter(random_head(model), TreeShape(2, 2, 4), 128)
+    drafter = EagleDrafter(random_head(model), TreeShape(2, 2, 4))
     shared = SharedDraft(drafter, Variant(2, 3, 2, 2, MODE, 128), torch.zeros(8, 128))
     own, caches = drafter.cache, []
     with mock.patch.object(EagleDrafter, "extend", lambda self, *_: caches.append(self.cache)):

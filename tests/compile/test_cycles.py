@@ -43,22 +43,22 @@ def head(target):
     return random_head(target, eagle3=eagle3_of("eagle3", target.config))
 
 
-def drafters(head, max_seq_len=256):
+def drafters(head):
     return [
         None,
-        EagleDrafter(head, TreeShape(3, 3, 8), max_seq_len),
-        EagleDrafter(head, TreeShape(2, 1, 2), max_seq_len),
-        EagleDrafter(head, TreeShape(4, 2, 10), max_seq_len),
-        StaticTreeDrafter(head, max_seq_len),
+        EagleDrafter(head, TreeShape(3, 3, 8)),
+        EagleDrafter(head, TreeShape(2, 1, 2)),
+        EagleDrafter(head, TreeShape(4, 2, 10)),
+        StaticTreeDrafter(head),
         NgramDrafter(4, Lookup(device=head.fc.weight.device)),
-        fused_drafter(head, FusedShape(3, 3, 9, 8), max_seq_len),
-        fused_drafter(head, FusedShape(0, 1, 8, 8), max_seq_len),
+        fused_drafter(head, FusedShape(3, 3, 9, 8)),
+        fused_drafter(head, FusedShape(0, 1, 8, 8)),
     ]
 
 
 def eagle_engine(target, head, ahead=1, max_seq_len=256, advice=None):
     engine = captured_engine(target, max_seq_len, ahead, advice)
-    engine.use(EagleDrafter(head, TreeShape(3, 3, 8), max_seq_len))
+    engine.use(EagleDrafter(head, TreeShape(3, 3, 8)))
     return engine
 
 
@@ -130,14 +130,14 @@ def test_a_large_tree_stays_within_caches_of_fixed_size(target, head, ahead):
     """Where the context ends there is no room for its rows: the last tokens are plain."""
     expected = generated(Engine(target, 128), n=250)
     engine = captured_engine(target, 128, ahead)
-    engine.use(EagleDrafter(head, TreeShape(5, 8, 100), 128))
+    engine.use(EagleDrafter(head, TreeShape(5, 8, 100)))
     assert generated(engine, n=250) == expected and engine.stats.finish == "context"
     assert 50 < len(engine.stats.path_lengths) < engine.stats.passes - 30
     engine.prepare(SamplingParams(0.8))  # captured past the text
     error = r"tree-nodes 191 is out of range: max-seq-len 128 leaves room for 190"
     with pytest.raises(FasteagleError, match=error):
-        engine.use(EagleDrafter(head, TreeShape(6, 8, 191), 128))
-    engine.use(EagleDrafter(head, TreeShape(6, 8, 190), 128))
+        engine.use(EagleDrafter(head, TreeShape(6, 8, 191)))
+    engine.use(EagleDrafter(head, TreeShape(6, 8, 190)))
     assert generated(engine, n=9) == expected[:9]
 
 
@@ -152,7 +152,7 @@ def test_times_of_cycles_that_are_launched_ahead_do_not_overlap(target, head):
 
 def test_cycles_are_captured_anew_where_features_have_another_place(target, head):
     """Those of the same drafter would write to the old tensors."""
-    engine, drafter = captured_engine(target, 256), EagleDrafter(head, TreeShape(2, 1, 2), 256)
+    engine, drafter = captured_engine(target, 256), EagleDrafter(head, TreeShape(2, 1, 2))
     captured = []
     for own in (drafter, drafter, None, drafter):
         engine.use(own)
@@ -262,17 +262,17 @@ def test_a_prompt_without_memory_says_what_would_fit(target, head, monkeypatch):
     engine = Engine(target, 256, backend=Backend(Target(target), lambda head: f"{head} fits"))
     with pytest.raises(FasteagleError, match="of a prompt of 8: None fits$"):
         generated(engine)
-    engine.use(EagleDrafter(head, TreeShape(3, 3, 8), 256))
+    engine.use(EagleDrafter(head, TreeShape(3, 3, 8)))
     with pytest.raises(FasteagleError, match=r"of a prompt of 8: HeadConfig\(.*\) fits$"):
         generated(engine)
 
 
 def test_multi_round_sampling_walks_on_the_host_and_is_not_captured(target, head):
     engine = captured_engine(target, 256)
-    drafter = StaticTreeDrafter(head, 256, sampled=True)
+    drafter = StaticTreeDrafter(head, sampled=True)
     engine.use(drafter)
     params = SamplingParams(0.9, seed=2)
-    eager = Engine(target, 256, drafter=StaticTreeDrafter(head, 256, sampled=True))
+    eager = Engine(target, 256, drafter=StaticTreeDrafter(head, sampled=True))
     assert generated(engine, params=params) == generated(eager, params=params)
     assert engine.runner.error is None and engine.runner.replays == 0
 
@@ -300,7 +300,7 @@ def used_bytes(engine):
 
 
 def eagle(engine, shape=TreeShape(3, 3, 8)):  # noqa: B008
-    engine.use(EagleDrafter(random_head(engine.model), shape, engine.max_seq_len))
+    engine.use(EagleDrafter(random_head(engine.model), shape))
 
 
 class TestReplays:
@@ -309,7 +309,7 @@ class TestReplays:
     def test_cycles_of_every_drafter_are_the_eager_ones(self, made, params):
         target, engine = made()
         expected = generated(Engine(target, 512), params=params)
-        for drafter in drafters(random_head(target), 512):
+        for drafter in drafters(random_head(target)):
             engine.use(drafter)
             assert generated(engine, params=params) == expected
             assert engine.runner.error is None

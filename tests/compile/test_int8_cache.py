@@ -73,7 +73,7 @@ def test_features_are_close_to_those_of_a_whole_cache(target):
 def test_drafting_changes_no_token(target, params):
     how = 30, PROMPT * 5, params  # into a second block of keys
     expected = generated(eager_engine(target, 256), *how)
-    drafter = EagleDrafter(random_head(target.model), TreeShape(3, 3, 8), 256)
+    drafter = EagleDrafter(random_head(target.model), TreeShape(3, 3, 8))
     assert generated(eager_engine(target, 256, drafter=drafter), *how) == expected
     engine = captured_engine(target, 256)
     engine.use(drafter)
@@ -81,9 +81,7 @@ def test_drafting_changes_no_token(target, params):
 
 
 def test_engine_and_draft_head_have_caches_of_their_own_kind(target):
-    engine = eager_engine(
-        target, 256, drafter=EagleDrafter(random_head(target.model), TreeShape(), 256)
-    )
+    engine = eager_engine(target, 256, drafter=EagleDrafter(random_head(target.model), TreeShape()))
     assert engine.cache.rows.dtype == torch.int8
     assert engine.cache.rows.shape[-1] == target.config.head_dim + SPARE
     assert engine.drafter.cache.rows.dtype == torch.float32
@@ -119,8 +117,7 @@ def test_compiled_code_reads_and_writes_it():
     model = random_target(tiny_config())
     target, head = over_int8(model), random_head(model)
     engine, eager = (
-        eager_engine(target, 512, drafter=EagleDrafter(head, TreeShape(2, 2, 4), 512))
-        for _ in range(2)
+        eager_engine(target, 512, drafter=EagleDrafter(head, TreeShape(2, 2, 4))) for _ in range(2)
     )
     assert compile_now(engine)
     with torch.compiler.set_stance("fail_on_recompile"):

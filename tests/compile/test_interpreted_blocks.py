@@ -347,7 +347,7 @@ def test_what_operators_declare(monkeypatch):
     """What they write, what they return, and the same of fake tensors."""
     target, _ = packed_target("gqa", n_layer=1, vocab_size=64)
     head, _ = packed_head(random_head(target, eagle3=eagle3_of("eagle3", target.config)))
-    drafter = fused_drafter(head, FusedShape(2, 3, 5, 4), 128)
+    drafter = fused_drafter(head, FusedShape(2, 3, 5, 4))
     engine = Engine(target, 128, drafter=drafter, backend=KernelBackend(target))
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # else no operator is called
     with Recording() as recording:

@@ -34,7 +34,7 @@ def made(algorithm: str, shape, kv: str = "auto", name: str = "gqa"):
     pack_lm_head_(target)
     head, _ = packed_head(random_head(target, eagle3=eagle3_of(algorithm, target.config)))
     drafting = fused_drafter if shape is FUSED else EagleDrafter
-    return KernelBackend(target, kv), lambda: drafting(head, shape, 128)
+    return KernelBackend(target, kv), lambda: drafting(head, shape)
 
 
 def answer(backend, params, n: int, drafter=None, processor=None):

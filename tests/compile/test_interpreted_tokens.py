@@ -72,7 +72,7 @@ def test_kernels_that_run_read_nothing_that_others_should_have_written(kernels_o
     """Of two trees one may have a kernel that is compiled, after another one that is not."""
     target = random_target(tiny_config())
     engine = captured_engine(target, 256)
-    engine.use(fused_drafter(random_head(target), FusedShape(4, 3, 8, 8), 256))
+    engine.use(fused_drafter(random_head(target), FusedShape(4, 3, 8, 8)))
     ops = cuda_ops.top_children, cuda_ops.rerank, None, cuda_ops.look_up, cuda_ops.fuse
     engine.drafter.run_by(DraftOps(*ops))
 

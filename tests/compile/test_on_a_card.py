@@ -45,7 +45,7 @@ def drafter_of(row: str, prepared, engine):
         return NgramDrafter(4, Lookup(device=engine.device))
     if row == "draft model":  # the target itself: all is accepted
         vocab_size = engine.model.config.vocab_size
-        return ModelDrafter(engine.target, TreeShape(3, 2, 5), engine.max_seq_len, vocab_size)
+        return ModelDrafter(engine.target, TreeShape(3, 2, 5), vocab_size)
     options = RowSpec.parse(row).draft_options(DraftOptions())
     return dummy_drafter(DEFAULT_MODEL, engine, prepared.checkpoint, options)
 

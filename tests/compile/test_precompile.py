@@ -98,7 +98,7 @@ def test_passes_leave_the_engine_alone_and_stay_within_the_shortest_tables(max_s
     target = random_target(tiny_config())
     target.init_rope(max_seq_len + 256, "cpu")
     engine = captured_engine(target, max_seq_len)
-    engine.use(EagleDrafter(random_head(target), TreeShape(3, 3, 8), max_seq_len))
+    engine.use(EagleDrafter(random_head(target), TreeShape(3, 3, 8)))
     expected = list(engine.generate(PROMPT, SamplingParams(), 8))
     before = engine.cache.rows.clone(), engine.drafter.cache.rows.clone()
     rows = []
@@ -118,7 +118,7 @@ def test_kernels_of_drafting_and_committing_are_among_them(kernels_on_cpu):
     target = random_target(tiny_config())
     engine = captured_engine(target, 256)
     shape = FusedShape(3, 3, 8, 3)
-    engine.use(fused_drafter(random_head(target), shape, 256))
+    engine.use(fused_drafter(random_head(target), shape))
     drafter, state = engine.drafter, engine.state
     ops = cuda_ops.top_children, cuda_ops.rerank, None, cuda_ops.look_up, cuda_ops.fuse
     drafter.run_by(DraftOps(*ops))
@@ -152,7 +152,7 @@ def test_the_rows_and_candidates_of_cycles_to_come(monkeypatch):
     """A level of a tree, new pairs and the end of a prompt; all that a lookup may add to a tree."""
     target = random_target(tiny_config())
     engine = captured_engine(target, 256)
-    engine.use(fused_drafter(random_head(target), FusedShape(2, 3, 6, 5), 256))
+    engine.use(fused_drafter(random_head(target), FusedShape(2, 3, 6, 5)))
     drafter, ranked, rows, pools = engine.drafter, set(), [], set()
 
     def noted(op):
@@ -218,7 +218,7 @@ def test_a_runner_compiles_ahead_once_for_each_tree_and_mode(monkeypatch):
     engine = captured_engine(target, 256)
     head = random_head(target)
     for shape in (TreeShape(3, 3, 8), TreeShape(3, 3, 8), TreeShape(2, 2, 4)):
-        engine.use(EagleDrafter(head, shape, 256))
+        engine.use(EagleDrafter(head, shape))
         list(engine.generate(PROMPT, SamplingParams(), 4))
     assert numbers == [2, 2], "the second tree is the first"
     list(engine.generate(PROMPT, SamplingParams(0.8), 4))

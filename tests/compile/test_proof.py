@@ -282,7 +282,7 @@ def test_wrong_products_are_computed_in_torch(model, monkeypatch, capsys):
 
 @pytest.fixture(params=["eagle1", "eagle3"])
 def drafter(request, model):
-    return EagleDrafter(native_head(model, request.param), GatedChain(4), 128)
+    return EagleDrafter(native_head(model, request.param), GatedChain(4))
 
 
 def test_products_that_are_wrong_are_torchs_in_the_head_too(model, drafter, monkeypatch):

@@ -61,7 +61,7 @@ def engine():
 def drafters(target):
     yield None
     yield NgramDrafter(4)
-    yield EagleDrafter(random_head(target), TreeShape(2, 2, 4), 128)
+    yield EagleDrafter(random_head(target), TreeShape(2, 2, 4))
 
 
 def ask(engine: Engine, i: int):
@@ -150,7 +150,7 @@ def test_no_replay_reads_what_another_may_have_overwritten():
     """Greedy answers, then drawn ones: parts are captured before the passes and after them."""
     model = random_target(tiny_config())
     engine = Engine(model, 128, backend=Pooled(Target(model)))
-    engine.use(EagleDrafter(random_head(model), TreeShape(2, 2, 4), 128))
+    engine.use(EagleDrafter(random_head(model), TreeShape(2, 2, 4)))
     several = Batch(engine, 2)
     for params in (GREEDY, DRAWN, GREEDY):
         expected = [generated(engine.sibling(), 12, PROMPTS[i], params) for i in range(2)]
@@ -277,7 +277,7 @@ def test_graphs_of_sampling_modes_that_are_not_stored_any_more_are_dropped(engin
 
 
 def test_a_cycle_from_candidates_is_captured_apart(engine):
-    drafter = EagleDrafter(random_head(engine.model), TreeShape(2, 2, 4), 128)
+    drafter = EagleDrafter(random_head(engine.model), TreeShape(2, 2, 4))
     engine.use(drafter)
     [*engine.generate(PROMPTS[0], GREEDY, 3)]
     launch = Launch(engine.spec(drafter.shape, SamplingMode()), drafter, None)
@@ -339,7 +339,7 @@ def test_a_part_that_fails_leaves_the_state(engine):
 
 def test_texts_that_do_not_share_passes_any_more_decide_by_themselves(engine, monkeypatch):
     """As where a pass cannot be captured: until one of them ended they would all decode plainly."""
-    engine.use(EagleDrafter(random_head(engine.model), TreeShape(2, 2, 4), 128))
+    engine.use(EagleDrafter(random_head(engine.model), TreeShape(2, 2, 4)))
     engine.drafter.tuning = mock.Mock()
     several = Batch(engine, 2)
     for i in range(2):

@@ -27,7 +27,7 @@ def engine_of(target, eagle3=False, backend=Backend) -> Engine:
     engine = Engine(target, 400, backend=backend(Target(target)))
     engine.on_cpu = False  # caches have their full size, and few rows are a tree
     head = random_head(target, eagle3=eagle3_of("eagle3", target.config) if eagle3 else None)
-    engine.use(EagleDrafter(head, TreeShape(3, 3, 7), 400))
+    engine.use(EagleDrafter(head, TreeShape(3, 3, 7)))
     return engine
 
 

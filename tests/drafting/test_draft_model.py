@@ -33,7 +33,7 @@ def smaller(**changes):
 
 
 def drafter_of(model, *sizes, noise="shared"):
-    return ModelDrafter(Target(model), TreeShape(*sizes), 512, 60, noise)
+    return ModelDrafter(Target(model), TreeShape(*sizes), 60, noise=noise)
 
 
 MODELS = {

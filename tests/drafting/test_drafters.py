@@ -103,7 +103,7 @@ def test_golden_hidden_states_and_logits(golden):
 def test_golden_trees(golden):
     s = golden.settings
     shape = TreeShape(depth=s["depth"] + 1, topk=s["top_k"], nodes=s["total_tokens"] - 1)
-    drafter, state = EagleDrafter(golden.head, shape, 256), empty_state(golden.target, 256)
+    drafter, state = EagleDrafter(golden.head, shape), empty_state(golden.target, 256)
     first, second = golden.t["in.input_ids"][0], golden.t["in.input_ids_2"][0]
     tree = propose(drafter, state, pairs(first[1:], golden.t["in.features"][0]), int(first[-1]))
     assert_tree(tree, golden.t, "out.tree1", len(first) - 1)
@@ -137,7 +137,7 @@ def test_pairs_that_are_shown_leave_what_extending_leaves_and_compute_no_logits(
     features = torch.randn(8, head.config.feature_dim)
     caches = []
     for shows in (False, True):
-        drafter = EagleDrafter(head, TreeShape(2, 2, 3), 64)
+        drafter = EagleDrafter(head, TreeShape(2, 2, 3))
         drafter.reserve(64)
         for new, n in ((pairs(first, features[:5]), 5), (pairs(second, features[5:]), 8)):
             if shows:
@@ -184,7 +184,7 @@ def test_static_tree_is_the_ranked_children_of_each_node():
     """Against a walk that runs the head on every path separately."""
     target = random_target(tiny_config())
     head = random_head(target)
-    drafter = StaticTreeDrafter(head, 256)
+    drafter = StaticTreeDrafter(head)
     tokens, features = torch.arange(3, 12), torch.randn(9, 32)
     tree = propose(drafter, empty_state(target), pairs(tokens, features), 11)
     _, depths = ancestor_mask(tree.parents, tree.valid)
@@ -230,10 +230,10 @@ def test_paths_that_are_no_tree(paths, message):
 def test_width_beyond_the_draft_vocabulary():
     head = random_head(random_target(tiny_config()), torch.arange(0, 60, 20))
     with pytest.raises(FasteagleError, match="tree-topk 4 .* draft vocabulary of 3"):
-        EagleDrafter(head, TreeShape(3, 4, 7), 256)
-    assert EagleDrafter(head, TreeShape(3, 3, 7), 256).name == "eagle"
+        EagleDrafter(head, TreeShape(3, 4, 7))
+    assert EagleDrafter(head, TreeShape(3, 3, 7)).name == "eagle"
     with pytest.raises(FasteagleError, match="rank 3 is outside the draft vocabulary"):
-        StaticTreeDrafter(head, 256)
+        StaticTreeDrafter(head)
 
 
 @torch.no_grad()
@@ -243,16 +243,16 @@ def test_a_tree_has_room_after_any_text():
     head, state = random_head(target), empty_state(target)
     state.seq_len.fill_(KEY_BLOCK - 8)
     for drafter in (
-        EagleDrafter(head, TreeShape(6, 10, 59), 512),
-        StaticTreeDrafter(head, 512),
-        ModelDrafter(Target(target), TreeShape(4, 4, 20), 512, 60),
+        EagleDrafter(head, TreeShape(6, 10, 59)),
+        StaticTreeDrafter(head),
+        ModelDrafter(Target(target), TreeShape(4, 4, 20), 60),
     ):
         drafter.reserve(KEY_BLOCK - 8)
         prediction = Prediction(torch.randn(1, 60), torch.randn(1, 32))
         assert drafter.propose(prediction, state, spec_of(drafter.shape)).valid.all()
     n, shape = KEY_BLOCK - 5, TreeShape(6, 1, 6)
     padded = Committed(torch.zeros(7).long(), torch.randn(7, 32), torch.tensor([1]))
-    for chain in (EagleDrafter(head, shape, 512), ModelDrafter(Target(target), shape, 512, 60)):
+    for chain in (EagleDrafter(head, shape), ModelDrafter(Target(target), shape, 60)):
         chain.reserve(n)
         assert chain.extend(padded, torch.tensor(n)).logits.isfinite().all()
 

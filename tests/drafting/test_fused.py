@@ -94,7 +94,7 @@ def test_ties_keep_parents_before_children():
 
 def test_trees_of_more_nodes_than_both_sources_yield_are_refused():
     head = random_head(random_target(tiny_config()))
-    drafter = fused_drafter(head, FusedShape(2, 2, 5, 4), 128)
+    drafter = fused_drafter(head, FusedShape(2, 2, 5, 4))
     assert drafter.resized(6 + MAX_REACH).shape.reach == MAX_REACH
     with pytest.raises(FasteagleError, match="its trees have at most 69 nodes"):
         drafter.resized(7 + MAX_REACH)
@@ -187,8 +187,8 @@ def begun(target, drafter, text):
 def test_without_a_repetition_the_tree_is_eagles(target, head):
     text = list(range(3, 20))
     eagle, both = (
-        EagleDrafter(head, TreeShape(3, 3, 8), 512),
-        fused_drafter(head, FusedShape(3, 3, 8, 8), 512),
+        EagleDrafter(head, TreeShape(3, 3, 8)),
+        fused_drafter(head, FusedShape(3, 3, 8, 8)),
     )
     trees = []
     for drafter in (eagle, both):
@@ -201,7 +201,7 @@ def test_without_a_repetition_the_tree_is_eagles(target, head):
 
 @torch.no_grad()
 def test_a_long_repetition_is_copied_below_eagles_leaves(target, head):
-    drafter = fused_drafter(head, FusedShape(2, 2, 10, 8), 512)
+    drafter = fused_drafter(head, FusedShape(2, 2, 10, 8))
     text = [*range(3, 30), *range(3, 13)]
     state, prediction = begun(target, drafter, text)
     tree = drafter.propose(prediction, state, CycleSpec(drafter.shape, 3, SamplingMode()))
@@ -213,7 +213,7 @@ def test_a_long_repetition_is_copied_below_eagles_leaves(target, head):
 
 @torch.no_grad()
 def test_what_followed_teaches_the_table(target, head):
-    drafter = fused_drafter(head, FusedShape(0, 1, 8, 8), 512)
+    drafter = fused_drafter(head, FusedShape(0, 1, 8, 8))
     text = [*range(3, 30), *range(3, 13)]
     state, _ = begun(target, drafter, text)
     spec = CycleSpec(drafter.shape, 1, SamplingMode())
@@ -234,7 +234,7 @@ def test_what_followed_teaches_the_table(target, head):
 @torch.no_grad()
 def test_a_corpus_is_looked_up_too(target, head):
     corpus = Corpus([[40, 41, 42, 43, 44, 45, 46]], "cpu")
-    drafter = fused_drafter(head, FusedShape(2, 2, 10, 8), 512, lookup=Lookup(corpus=corpus))
+    drafter = fused_drafter(head, FusedShape(2, 2, 10, 8), lookup=Lookup(corpus=corpus))
     state, prediction = begun(target, drafter, [1, 2, 40, 41, 42])
     tree = drafter.propose(prediction, state, CycleSpec(drafter.shape, 3, SamplingMode()))
     assert (43, 44, 45, 46) in as_paths(tree)
@@ -268,11 +268,11 @@ def test_the_longest_path_of_a_shape():
 
 def test_other_numbers_of_nodes(head):
     deep, both = TreeShape(12, 1, 12), FusedShape(12, 1, 14, 8)
-    assert EagleDrafter(head, deep, 512).resized(12).shape == deep
-    assert fused_drafter(head, both, 512).resized(16).shape == FusedShape(12, 1, 16, 8)
-    assert EagleDrafter(head, deep, 512, "none").resized(12).noise == "none"
-    drafter = fused_drafter(head, FusedShape(3, 3, 8, 8), 512)
-    chains = fused_drafter(head, GatedChain(16), 512)
+    assert EagleDrafter(head, deep).resized(12).shape == deep
+    assert fused_drafter(head, both).resized(16).shape == FusedShape(12, 1, 16, 8)
+    assert EagleDrafter(head, deep, noise="none").resized(12).noise == "none"
+    drafter = fused_drafter(head, FusedShape(3, 3, 8, 8))
+    chains = fused_drafter(head, GatedChain(16))
     for nodes in (1, 2, 8, 16, 30, 60):
         assert drafter.resized(nodes).shape.nodes == nodes
         assert chains.resized(nodes).shape.nodes == nodes

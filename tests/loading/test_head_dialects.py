@@ -54,7 +54,7 @@ def test_every_dialect_loads_bit_for_bit_and_drafts(target, tmp_path, dialect, c
     assert torch.equal(loaded.target_ids(), head.target_ids())
     loaded.borrow(target, 512)
     features = torch.randn(9, loaded.config.feature_dim)
-    drafter = EagleDrafter(loaded, TreeShape(3, 2, 5), 256)
+    drafter = EagleDrafter(loaded, TreeShape(3, 2, 5))
     tree = propose(drafter, empty_state(target), pairs(range(9), features), 1)
     assert len(tree.tokens) == 6 and set(tree.tokens[1:].tolist()) <= set(
         head.target_ids().tolist()

@@ -89,7 +89,7 @@ def test_written_and_read_back_bit_for_bit(target, tokenizer, tmp_path, changes,
     assert all(torch.equal(tensors[name], state[name].float()) for name in norms)
     assert all(torch.equal(tensors[n], state[n].to(tensors[n].dtype)) for n in state)
     loaded.borrow(target, 512)
-    drafter = EagleDrafter(loaded, TreeShape(3, 2, 5), 256)
+    drafter = EagleDrafter(loaded, TreeShape(3, 2, 5))
     new = pairs(range(9), torch.randn(9, 96))
     assert len(propose(drafter, empty_state(target), new, 1).tokens) == 6
 

@@ -121,7 +121,7 @@ def test_chains_on_cpus_copy_as_far_as_asked(monkeypatch, model, checkpoint, rea
     monkeypatch.setattr(drafters, "can_draft", lambda head: True)
     head = random_head(model)
     options = DraftOptions(lookup_depth=reach)
-    drafter = drafters.tree_drafter(head, options, 256, True, native=True)
+    drafter = drafters.tree_drafter(head, options, True, native=True)
     assert drafter.lookup is not None and drafter.shape == GatedChain(most)
     ngram, _ = drafter_for(model, checkpoint, "cpu", drafter="ngram", lookup_depth=reach)
     assert ngram.shape == drafter.shape and ngram.tuning is not None

@@ -314,7 +314,7 @@ def test_out_of_memory_in_a_prompt_leaves_the_engine_usable(tiny_dir, monkeypatc
 
 def test_out_of_memory_in_an_answer_leaves_the_engine_usable(tiny_dir, monkeypatch):
     engine = open_model(str(tiny_dir)).loaded(RuntimeOptions(dtype="fp32", max_seq_len=512)).engine
-    engine.use(EagleDrafter(random_head(engine.model), TreeShape(2, 2, 4), 512))
+    engine.use(EagleDrafter(random_head(engine.model), TreeShape(2, 2, 4)))
     expected, heads = generated(engine, 8, [5, 6, 7]), []
     engine.backend._advice = lambda head: heads.append(head) or "use --precision int8"
     with monkeypatch.context() as patch:

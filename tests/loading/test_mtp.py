@@ -129,7 +129,7 @@ def test_it_drafts_what_a_reference_does(family, request):
     target = load_model(checkpoint, dtype=torch.float32, device="cpu", max_seq_len=512)
     head, _ = load_head(folder, checkpoint.config)
     head.borrow(target, 512)
-    drafter = EagleDrafter(head, TreeShape(3, 1, 3), 512)
+    drafter = EagleDrafter(head, TreeShape(3, 1, 3))
     g = torch.Generator().manual_seed(3)
     tokens = torch.randint(0, 256, (9,), generator=g)
     features = torch.randn(9, D, generator=g)
@@ -145,7 +145,7 @@ def test_it_drafts_what_a_reference_does(family, request):
         expected.append(int(logits[-1].argmax()))
         tokens = torch.cat((tokens, logits[-1:].argmax(-1)))
         features = torch.cat((features, out[-1:]))
-    again = EagleDrafter(head, TreeShape(3, 1, 3), 512)
+    again = EagleDrafter(head, TreeShape(3, 1, 3))
     tree = propose(again, empty_state(target), pairs(*first), 5)
     assert tree.tokens.tolist() == [5, *expected]
 

@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 def head_at_work(head) -> HeadDrafter:
     """A head with an empty cache of 256 slots."""
-    drafter = EagleDrafter(head, TreeShape(), 256)
+    drafter = EagleDrafter(head, TreeShape())
     drafter.reserve(240)
     return drafter
 

@@ -34,7 +34,7 @@ def ablated(drafter: EagleDrafter, by_confidence: bool, reranks: bool) -> EagleD
     """Return the drafter without what is ablated, or `drafter` itself where nothing is."""
     if reranks and not by_confidence:
         return drafter
-    made = AblatedDrafter(drafter.head, drafter.shape, drafter.max_seq_len, drafter.noise)
+    made = AblatedDrafter(drafter.head, drafter.shape, noise=drafter.noise)
     made.tuning = drafter.tuning
     made.by_confidence, made.reranks = by_confidence, reranks
     return made

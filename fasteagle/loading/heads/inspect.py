@@ -167,7 +167,7 @@ def _accepted(
     head = open_head(files.path).head(engine.model.config, aux_layers)
     head.requires_grad_(False)
     head.borrow(engine.model, engine.max_seq_len)
-    engine.use(EagleDrafter(head, PROBE_SHAPE, engine.max_seq_len))
+    engine.use(EagleDrafter(head, PROBE_SHAPE))
     passes = accepted = 0
     for question in read_questions(None, PROBE_PROMPTS):
         text = tokenizer.render([{"role": "user", "content": question.turns[0]}])
