@@ -22,8 +22,8 @@ from fasteagle.decoding.launch import variant_of
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.costs import ROWS, WIDTHS, Costs
 from fasteagle.drafting.draft_head import HeadDrafter
-from fasteagle.drafting.eagle import EagleDrafter
-from fasteagle.drafting.thresholds import LONGEST, Thresholds
+from fasteagle.drafting.eagle import UNGATED, EagleDrafter
+from fasteagle.drafting.thresholds import LONGEST
 from fasteagle.generate import Engine
 from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import AnyShape, FusedShape, GatedChain, TreeShape
@@ -134,10 +134,10 @@ class Measurement:
         spec = engine.spec(shape, self._kind)
         if not engine.backend.drafts(drafter, spec):
             return self.draft(shape)
-        native, endless = NativeChain(drafter.head), Thresholds((0.0,), (0.0,))
+        native = NativeChain(drafter.head)
         self.verify(1)  # see `draft`
         text = Text(engine.state, drafter, spec)
-        work = functools.partial(native.draft, [text], levels, endless)
+        work = functools.partial(native.draft, [text], levels, UNGATED)
         return self._timed(work, drafter.shape)
 
     def _look_up(self) -> float:

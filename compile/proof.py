@@ -24,8 +24,7 @@ from fasteagle.decoding.backend import Backend
 from fasteagle.decoding.cycle import EAGER
 from fasteagle.device import device_name, proc_field
 from fasteagle.drafting.base import DraftOps
-from fasteagle.drafting.eagle import EagleDrafter
-from fasteagle.drafting.thresholds import Thresholds
+from fasteagle.drafting.eagle import UNGATED, EagleDrafter
 from fasteagle.errors import FasteagleError, first_line, is_out_of_memory, note
 from fasteagle.model import EagleHead, Output, PromptView, Target, Visible, causal_mask
 from fasteagle.options import SamplingParams
@@ -240,14 +239,6 @@ def _encode(target: Target, n: int, state: DecodeState, visible: Visible | None 
     return target.encode(tokens, rows, rows, visible, state.cache)[0].float()
 
 
-class _Endless(EagleDrafter):
-    """Drafter of chains that no probability ends."""
-
-    @property
-    def thresholds(self) -> Thresholds:
-        return Thresholds((0.0,), (0.0,))
-
-
 def _steps(backend: Backend, head: EagleHead) -> tuple[Tensor, Tensor]:
     """Return the draft logits along a chain, by the backend's steps and by the core's."""
     drafter, state = _drafting(backend, head)
@@ -277,9 +268,13 @@ def _chain(backend: Backend, head: EagleHead) -> tuple[Tensor, Tensor]:
     return torch.tensor(proposal.promised), before * probabilities.amax(-1)
 
 
-def _drafting(backend: Backend, head: EagleHead) -> tuple[_Endless, DecodeState]:
-    """Return a drafter over `head`, and a state with its first committed pairs pending."""
-    state, drafter = _state(backend.target), _Endless(head, GatedChain(LEVELS))
+def _drafting(backend: Backend, head: EagleHead) -> tuple[EagleDrafter, DecodeState]:
+    """Return a drafter over `head`, and a state with its first committed pairs pending.
+
+    No probability ends its chains.
+    """
+    state, drafter = _state(backend.target), EagleDrafter(head, GatedChain(LEVELS))
+    drafter.fixed_thresholds = UNGATED
     state.read_aux_layers(drafter.aux_layers, backend.target.config.dim)
     drafter.reserve(PREFIX)
     state.seq_len.fill_(PENDING)
