@@ -30,9 +30,9 @@ from fasteagle.model import EagleHead, Output, PromptView, Target, Visible, caus
 from fasteagle.options import SamplingParams
 from fasteagle.paths import cache_dir, keep
 from fasteagle.quant import cpu_build
-from fasteagle.quant.cpu_linear import NativeLinear
 from fasteagle.quant.cuda_linear import InterleavedLinear
 from fasteagle.quant.linear import use_references
+from fasteagle.quant.packed import KernelLinear
 from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import GatedChain, TreeShape
 from fasteagle.state import CycleSpec, DecodeState
@@ -181,7 +181,7 @@ def _products(module: nn.Module) -> tuple[Tensor, Tensor]:
     kinds = {
         (type(m), m.out_features, m.in_features, m.bias is None, _n_bytes(m)): m
         for m in module.modules()
-        if isinstance(m, NativeLinear | InterleavedLinear)
+        if isinstance(m, KernelLinear)
     }
     results, references = [], []
     for linear in kinds.values():
@@ -202,7 +202,7 @@ def _products(module: nn.Module) -> tuple[Tensor, Tensor]:
     return torch.cat(results), torch.cat(references)
 
 
-def _n_bytes(linear: NativeLinear | InterleavedLinear) -> int:
+def _n_bytes(linear: KernelLinear) -> int:
     return sum(buffer.nbytes for buffer in linear.buffers())
 
 
@@ -367,7 +367,7 @@ def _kernels(device: torch.device) -> str | None:
 
 def _linears(module: nn.Module) -> list[str]:
     """Return the kinds of quantized linears in `module`."""
-    linears = (m for m in module.modules() if isinstance(m, NativeLinear | InterleavedLinear))
+    linears = (m for m in module.modules() if isinstance(m, KernelLinear))
     return sorted({f"{type(m).__name__} {_n_bytes(m)}" for m in linears})
 
 
