@@ -26,7 +26,7 @@ from fasteagle.drafting.eagle import UNGATED, EagleDrafter
 from fasteagle.drafting.thresholds import LONGEST
 from fasteagle.generate import Engine
 from fasteagle.sampling import SamplingMode
-from fasteagle.shapes import AnyShape, FusedShape, GatedChain, TreeShape
+from fasteagle.shapes import AnyShape, FusedShape, GatedChain, TreeShape, head_pool
 from fasteagle.tree import Proposal, chain
 
 CONTEXT = 256  # committed tokens while measuring
@@ -148,7 +148,7 @@ class Measurement:
         return self._timed(work, drafter.shape)
 
     def _small_tree(self, depth: int, k: int) -> AnyShape:
-        nodes = max(depth, min(k + (depth - 1) * k * k, 8))
+        nodes = max(depth, min(head_pool(k, depth), 8))
         if self._drafter is not None and self._drafter.lookup is not None:
             return FusedShape(depth, k, nodes, 8)
         return TreeShape(depth, k, nodes)

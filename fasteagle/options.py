@@ -13,7 +13,7 @@ from typing import ClassVar
 from fasteagle.config_fields import parse_shallow_json
 from fasteagle.errors import FasteagleError, shown
 from fasteagle.option_fields import check, check_host_names, option, require
-from fasteagle.shapes import MAX_REACH, MOST_NODES, FusedShape, TreeShape
+from fasteagle.shapes import MAX_REACH, MOST_NODES, FusedShape, TreeShape, head_pool
 
 DEFAULT_MODEL = "smollm2-135m"
 DTYPES = ("bf16", "fp16", "fp32")
@@ -314,7 +314,7 @@ class DraftOptions:
         topk = usual if self.tree_topk is None else self.tree_topk
         nodes = self.tree_nodes
         if nodes is None:  # as many as depth and top-k allow
-            nodes = max(depth, min(default.nodes, topk + (depth - 1) * topk**2))
+            nodes = max(depth, min(default.nodes, head_pool(topk, depth)))
             nodes = max(nodes, self.lookup_depth or 0)
         if self.fuses:
             reach = LOOKUP_DEPTH if self.lookup_depth is None else self.lookup_depth

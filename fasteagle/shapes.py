@@ -43,6 +43,14 @@ def check_rows(rows: int, most: int | None) -> None:
         )
 
 
+def head_pool(topk: int, levels: int) -> int:
+    """Return the candidates of a draft head: k, and k children of k nodes on every further level.
+
+    Without levels there are none.
+    """
+    return topk + (levels - 1) * topk**2 if levels else 0
+
+
 def _check_sizes(nodes: int, depth: int, pool: int, sizes: str) -> None:
     """Raise `FasteagleError` unless a tree of `depth` levels can have so many nodes."""
     if nodes > pool:
@@ -76,8 +84,8 @@ class TreeShape(HeadShape):
 
     @property
     def pool(self) -> int:
-        """Number of candidates: k on the first level, k children of k nodes on every other one."""
-        return self.topk + (self.depth - 1) * self.topk**2
+        """Number of candidates."""
+        return head_pool(self.topk, self.depth)
 
     def __str__(self) -> str:
         return f"{self.depth}, {self.topk}, {self.nodes}"
@@ -154,7 +162,7 @@ class FusedShape(Shape):
     @property
     def head_pool(self) -> int:
         """Number of candidates of the draft head."""
-        return self.topk + (self.levels - 1) * self.topk**2 if self.levels else 0
+        return head_pool(self.topk, self.levels)
 
     @property
     def pool(self) -> int:

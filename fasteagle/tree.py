@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fasteagle.shapes import head_pool
+
 HEAD, LOOKUP = 1, 2  # proposers of a node as bits: draft head, n-gram lookup
 
 
@@ -158,7 +160,7 @@ def rerank(pool: Pool, root: Tensor, n_nodes: int) -> DraftTree:
 
 def levels_of(k: int, n_levels: int) -> list[slice]:
     """Return the slice of each level's candidates in EAGLE's pool."""
-    ends = [k + level * k * k for level in range(n_levels)]
+    ends = [head_pool(k, level + 1) for level in range(n_levels)]
     return [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
 
 

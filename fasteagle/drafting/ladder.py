@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fasteagle.drafting.costs import ROWS, WIDTHS, Costs
-from fasteagle.shapes import AnyShape, FusedShape, GatedChain, TreeShape
+from fasteagle.shapes import AnyShape, FusedShape, GatedChain, TreeShape, head_pool
 
 Ranks = tuple[tuple[float, ...], ...]  # [level][rank]: acceptance rate where the parent is accepted
 
@@ -81,10 +81,9 @@ def _candidates(max_topk: int, fused: bool) -> list[AnyShape]:
     sizes: list[AnyShape] = []
     for k in (k for k in WIDTHS if k <= max_topk):
         for depth in DEPTHS:
-            pool = k + (depth - 1) * k * k
             for nodes in (rows - 1 for rows in ROWS):
                 reach = min(nodes, LOOKUP_REACH) if fused else 0
-                if not depth <= nodes <= pool + reach:
+                if not depth <= nodes <= head_pool(k, depth) + reach:
                     continue
                 if fused:
                     sizes.append(FusedShape(depth, k, nodes, max(1, reach)))
