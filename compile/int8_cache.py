@@ -54,14 +54,11 @@ def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, mask: Tensor) -> Tensor:
 OPS = model.Ops(attend=attend, write=write)
 
 
-def over_int8(target: model.Transformer, ops: model.Ops = OPS) -> model.Target:
-    """Return a target with int8 keys and values, by operations that support such caches."""
-    return model.Target(target, ops, torch.int8, SPARE, core_ops=OPS)
-
-
 def core_target(target: model.Transformer, kv: str) -> model.Target:
     """Return a target as the core runs it, over caches in the format that `--kv` names."""
-    return over_int8(target) if kv == "int8" else model.Target(target)
+    if kv != "int8":
+        return model.Target(target)
+    return model.Target(target, OPS, torch.int8, SPARE, core_ops=OPS)
 
 
 def cache_bytes(config: ModelConfig, n_slots: int, element_bytes: int, kv: str) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fasteagle.compile import cuda_ops
-from fasteagle.compile.int8_cache import over_int8
+from fasteagle.compile.int8_cache import core_target
 from fasteagle.drafting.lookup import NOTHING, Lookup
 from fasteagle.model import KVCache, Target
 from fasteagle.options import SamplingParams
@@ -37,7 +37,7 @@ def close(result: Tensor, expected: Tensor, limit: float) -> None:
 def check_blocks(name: str, accumulate: str, kv: str, device: str) -> None:
     """Results are those of the dense model over such a cache, and bits of a row are its own."""
     target, dense = packed_target(name, accumulate=accumulate)
-    reference = over_int8(dense) if kv == "int8" else Target(dense)
+    reference = core_target(dense, kv)
     expected, _ = passed(reference, 9, torch.float32)
     target.to(device).init_rope(512, device)
     target = fused_target(target, kv)

@@ -9,7 +9,7 @@ from fasteagle.batch import Batch
 from fasteagle.compile.backend import choose_backend
 from fasteagle.compile.cpu_backend import CpuBackend
 from fasteagle.compile.cpu_cycles import MOST_CYCLES
-from fasteagle.compile.int8_cache import over_int8
+from fasteagle.compile.int8_cache import core_target
 from fasteagle.decoding.backend import Backend
 from fasteagle.generate import Engine
 from fasteagle.options import SamplingParams
@@ -55,5 +55,5 @@ def test_texts_that_share_passes_and_calls_are_those_alone(model, calls):
 def test_what_fails_is_left_to_the_core(model):
     backend = CpuBackend(model, "int8")
     backend.leave("passes")
-    expected = generated(engine_of(Backend(over_int8(model))), 20)
+    expected = generated(engine_of(Backend(core_target(model, "int8"))), 20)
     assert generated(engine_of(backend), 20) == expected

@@ -22,7 +22,7 @@ from device_checks import (
 )
 from fasteagle.compile import cuda_backend, cuda_blocks, cuda_ops, fixed_norm, tree_attention
 from fasteagle.compile.cuda_blocks import MAX_ROWS
-from fasteagle.compile.int8_cache import dense_rows, over_int8
+from fasteagle.compile.int8_cache import core_target, dense_rows
 from fasteagle.compile.kernels import block_kernels, expert_kernels, tree_kernels
 from fasteagle.config import MoEConfig
 from fasteagle.decoding.cycle import EAGER
@@ -243,7 +243,7 @@ def test_blocks_by_the_core_over_keys_in_8_bits(left):
     backend = KernelBackend(model if left else dense, "int8")
     if left:
         backend.leave("passes")
-    expected, keys = passed(over_int8(dense), 5)
+    expected, keys = passed(core_target(dense, "int8"), 5)
     for target in (backend.target, backend.core):
         result, own = passed(target, 5)
         assert torch.allclose(result.float(), expected, atol=1e-2)

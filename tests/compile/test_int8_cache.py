@@ -11,7 +11,7 @@ from fasteagle.answering.prefix_cache import PrefixCache
 from fasteagle.batch import Batch
 from fasteagle.compile import int8_cache, tree_attention
 from fasteagle.compile.blocks import compile_now, missing_compiler
-from fasteagle.compile.int8_cache import SPARE, cache_bytes, dense_rows, over_int8, quantized_rows
+from fasteagle.compile.int8_cache import SPARE, cache_bytes, core_target, dense_rows, quantized_rows
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
@@ -40,7 +40,7 @@ def target(request):
     ops = int8_cache.OPS
     if request.param == "view":
         ops = tree_attention.OPS._replace(write=ops.write)
-    return over_int8(model, ops)
+    return dataclasses.replace(core_target(model, "int8"), ops=ops)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -115,7 +115,7 @@ def test_several_texts_at_once(target):
 def test_compiled_code_reads_and_writes_it():
     """Greedily, with a head of EAGLE-1; `test_compiled_cycles.py` draws, with one of EAGLE-3."""
     model = random_target(tiny_config())
-    target, head = over_int8(model), random_head(model)
+    target, head = core_target(model, "int8"), random_head(model)
     engine, eager = (
         eager_engine(target, 512, drafter=EagleDrafter(head, TreeShape(2, 2, 4))) for _ in range(2)
     )
