@@ -8,7 +8,7 @@ the table.
 This is tensor code of static shapes, and the host reads nothing. The text is searched from end to
 end, a corpus through a sorted index.
 
-Shapes: N slots of the text, M tokens of a corpus, L longest match, R tokens copied from a match.
+Shapes: N slots of the text, M tokens of a corpus, L `LONGEST_MATCH`, R tokens copied from a match.
 """
 
 from __future__ import annotations
@@ -47,29 +47,29 @@ class Match(NamedTuple):
     size: Tensor  # [1] int64, tokens that match; 0: no match
 
 
-def suffix_of(text: Tensor, last: Tensor, longest: int) -> Tensor:
+def suffix_of(text: Tensor, last: Tensor) -> Tensor:
     """Return the last tokens [L], the newest first; OUTSIDE before the text's beginning.
 
     `text` [N] holds the tokens, the last one at `last` (0-d).
     """
-    at = last - torch.arange(longest, device=text.device)
+    at = last - torch.arange(LONGEST_MATCH, device=text.device)
     return torch.where(at >= 0, text[at.clamp(min=0)], OUTSIDE)
 
 
-def find_in_text(text: Tensor, last: Tensor, reach: int, longest: int = LONGEST_MATCH) -> Match:
+def find_in_text(text: Tensor, last: Tensor, reach: int) -> Match:
     """Return the best earlier match of the end of `text` [N], whose last token is at `last` (0-d).
 
     The tokens that followed end at `last`, and from there on they are repeated: a text in a loop is
     expected to stay in it.
     """
     N, device = text.shape[0], text.device
-    suffix = suffix_of(text, last, longest)
-    padded = F.pad(text, (longest - 1, 0), value=NOTHING)
+    suffix = suffix_of(text, last)
+    padded = F.pad(text, (LONGEST_MATCH - 1, 0), value=NOTHING)
     at = torch.arange(N, device=device)  # where an earlier match may end
     alive = at < last
     sizes = torch.zeros_like(at)
-    for back in range(longest):
-        begin = longest - 1 - back
+    for back in range(LONGEST_MATCH):
+        begin = LONGEST_MATCH - 1 - back
         alive = alive & (padded[begin : begin + N] == suffix[back])
         sizes = sizes + alive
     best, end = (sizes * N + at).max(0, keepdim=True)
@@ -116,17 +116,17 @@ class Corpus:
     def n_bytes(self) -> int:
         return sum(t.nbytes for t in self.index)
 
-    def find(self, text: Tensor, last: Tensor, reach: int, longest: int = LONGEST_MATCH) -> Match:
+    def find(self, text: Tensor, last: Tensor, reach: int) -> Match:
         """Return the best match of the end of `text`, as `find_in_text`, but without repetition.
 
         Only places that match in three tokens are compared, or else in two, or in one; of more than
         `WINDOW` places those with the highest token ids before the match.
         """
         device = text.device
-        suffix = suffix_of(text, last, longest)
+        suffix = suffix_of(text, last)
         rank = self._end(suffix) - 1 - torch.arange(WINDOW, device=device)
         ends = self._order[rank.clamp(min=0)]  # [W]
-        back = torch.arange(longest, device=device)
+        back = torch.arange(LONGEST_MATCH, device=device)
         before = self.tokens[(ends.unsqueeze(1) - back).clamp(min=0)]  # [W, L]
         sizes = (before == suffix).long().cumprod(1).sum(1)
         best = (sizes * len(self.tokens) + ends).argmax(0, keepdim=True)
@@ -139,7 +139,7 @@ class Corpus:
     def _end(self, suffix: Tensor) -> Tensor:
         """Return the rank [1] after the last key that matches in three tokens, or else fewer."""
         shifts = KEY_BITS * torch.arange(KEY_TOKENS - 1, -1, -1, device=suffix.device)
-        wanted = F.pad(suffix[:KEY_TOKENS], (0, max(0, KEY_TOKENS - len(suffix))), value=OUTSIDE)
+        wanted = suffix[:KEY_TOKENS]
         low = ((wanted + 1) << shifts).cumsum(0).flip(0)  # three tokens, then two, then one
         last = low + ((1 << (KEY_BITS * torch.arange(KEY_TOKENS, device=suffix.device))) - 1)
         first = torch.searchsorted(self._keys, low)

@@ -26,17 +26,17 @@ from helpers import empty_state, pairs, propose, random_target, tiny_config
 BUFFER = 64
 
 
-def match_size(text, end, suffix_of, longest):
-    """Count the tokens up to `end` of `text` that equal the last ones of `suffix_of`."""
+def match_size(text, end, suffix_of):
+    """Count the tokens up to `end` of `text`, at most 8, that equal the last of `suffix_of`."""
     size = 0
-    while size < min(longest, end + 1, len(suffix_of)) and text[end - size] == suffix_of[-1 - size]:
+    while size < min(8, end + 1, len(suffix_of)) and text[end - size] == suffix_of[-1 - size]:
         size += 1
     return size
 
 
-def by_search(text, reach, longest=8):
+def by_search(text, reach):
     """The size and the tokens of the best earlier place, the text repeated at its end."""
-    places = [(match_size(text, end, text, longest), end) for end in range(len(text) - 1)]
+    places = [(match_size(text, end, text), end) for end in range(len(text) - 1)]
     size, end = max(places, default=(0, 0))
     cycle = text[end + 1 :]
     return (size, [cycle[i % len(cycle)] for i in range(reach)]) if size else (0, [])
@@ -57,22 +57,21 @@ def in_buffer(text, size=BUFFER):
     return buffer, torch.tensor(len(text) - 1)
 
 
-@pytest.mark.parametrize("longest", [1, 3, 8])
-def test_the_text_against_a_search_over_lists(longest):
+def test_the_text_against_a_search_over_lists():
     """The latest of the longest matches, whose text goes on in circles; or there is none."""
     torch.manual_seed(0)
     for n in [BUFFER, *torch.randint(1, BUFFER, (150,)).tolist()]:
         text = torch.randint(0, 4, (n,)).tolist()
-        assert as_list(find_in_text(*in_buffer(text), 7, longest)) == by_search(text, 7, longest)
+        assert as_list(find_in_text(*in_buffer(text), 7)) == by_search(text, 7)
 
 
 # A corpus
 
 
-def by_search_in(documents, text, reach, longest):
+def by_search_in(documents, text, reach):
     """The same in documents: nothing is repeated, and a document ends where it ends."""
     places = [
-        (match_size(document, end, text, longest), number, end)
+        (match_size(document, end, text), number, end)
         for number, document in enumerate(documents)
         for end in range(len(document))
     ]
@@ -80,14 +79,13 @@ def by_search_in(documents, text, reach, longest):
     return (size, documents[number][end + 1 : end + 1 + reach]) if size else (0, [])
 
 
-@pytest.mark.parametrize("longest", [1, 2, 6])
-def test_a_corpus_against_a_search_over_lists(longest):
+def test_a_corpus_against_a_search_over_lists():
     torch.manual_seed(1)
     for _ in range(60):
         documents = [torch.randint(0, 6, (n,)).tolist() for n in (1, 14, 40)]
         text = torch.randint(0, 6, (int(torch.randint(1, 30, ())),)).tolist()
-        match = Corpus(documents, "cpu").find(*in_buffer(text), 4, longest)
-        assert as_list(match) == by_search_in(documents, text, 4, longest), (documents, text)
+        match = Corpus(documents, "cpu").find(*in_buffer(text), 4)
+        assert as_list(match) == by_search_in(documents, text, 4), (documents, text)
 
 
 def test_a_corpus_ends_where_its_document_ends():
