@@ -26,7 +26,6 @@ def print_table(
     md: bool = False,
     title: str | None = None,
     numeric: Collection[str] = (),
-    stderr: bool = False,
 ) -> None:
     """Print a table, in Markdown with `md`; columns named in `numeric` are right-aligned."""
     if md:
@@ -38,4 +37,4 @@ def print_table(
         table.add_column(escape(heading), justify="right" if is_number else "left", no_wrap=True)
     for row in rows:
         table.add_row(*map(escape, row))  # a name may look like markup
-    Console(width=WIDTH, stderr=stderr).print(table)
+    Console(width=WIDTH).print(table)
