@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fasteagle.quant.interleaved import BLOCK_N, LARGEST_EXPONENT, InterleavedWeight
-from fasteagle.quant.tiling import Card, Tiling, tiling
+from fasteagle.quant.tiling import BY_CAPABILITY, Card, Tiling, tiling
 from fasteagle.quant.unpack_kernels import as_row, group_params, half_range, plane_values, swiglu
 
 MAX_ROWS = 64  # above this the weight is dequantized and cuBLAS multiplies
@@ -187,7 +187,7 @@ def format_constants(weight: InterleavedWeight) -> dict[str, object]:
 def card_of(device: torch.device) -> Card:
     """Return the GPU data that tilings are chosen by; without CUDA those of an RTX 3090."""
     if device.type != "cuda":
-        return Card.like_3090(82)
+        return BY_CAPABILITY[8, 6]
     properties = torch.cuda.get_device_properties(device)
     return Card.of(properties.multi_processor_count, (properties.major, properties.minor))
 

@@ -51,11 +51,6 @@ class Card:
     more_resident: int = 0  # programs of a multiprocessor, beyond those of a consumer GPU's
 
     @classmethod
-    def like_3090(cls, n_sm: int) -> Card:
-        """Return a GPU of `n_sm` multiprocessors, each with the bandwidth of an RTX 3090's."""
-        return cls(n_sm, 936.0 / 82 * n_sm)
-
-    @classmethod
     def of(cls, n_sm: int, capability: tuple[int, int]) -> Card:
         """Return a GPU of `n_sm` multiprocessors by the nearest architecture in `BY_CAPABILITY`.
 
@@ -71,7 +66,7 @@ class Card:
 # head uses it, which is bound by memory: all predictions take the rate of fp16 accumulation.
 BY_CAPABILITY = {
     (8, 0): Card(108, 1935.0, ghz=1.41, cache_gb_s=4000.0, macs_fp32=1024, macs_fp16=1024),  # A100
-    (8, 6): Card.like_3090(82),
+    (8, 6): Card(82, 936.0),  # RTX 3090
     (8, 9): Card(128, 1008.0, ghz=2.52, cache_gb_s=4000.0),  # RTX 4090
     # H100: `mma.sync`, which Triton's products of 16 rows are, runs at half the rate of `wgmma`.
     # Measured on an H200: a multiprocessor takes 690 clocks for a tile of 4 bits, as for 5.4

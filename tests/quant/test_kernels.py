@@ -147,7 +147,7 @@ def test_package_needs_no_triton():
 
 SEVEN_B = {"qkv": (12288, 4096), "out": (4096, 4096), "gate_up": (22016, 4096)}
 SEVEN_B |= {"down": (4096, 11008), "lm_head": (32000, 4096)}
-CARD = tiling.Card.like_3090(82)
+CARD = tiling.BY_CAPABILITY[8, 6]
 
 
 def test_cards_are_told_apart_by_their_architecture(monkeypatch):
