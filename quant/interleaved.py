@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fasteagle.errors import FasteagleError
 from fasteagle.quant.packed import PackedWeight
+from fasteagle.quant.scheme import GROUP_SIZES
 
 BLOCK_N = 128  # output rows of one program; narrower blocks unroll into more instructions
 # Activations below 2^(this + 1) are in range; with fp16 accumulation 128 products are too.
@@ -88,7 +89,7 @@ def layout_for(bits: int, group_size: int, K: int) -> Layout:
     if bits == 8 and group_size == K:
         return Layout(8, 64 if K % 128 else 128, 0)
     fix = "32, 64 or 128" if bits == 4 else "32, or one scale a row"
-    if group_size not in ((32, 64, 128) if bits == 4 else (32,)):
+    if group_size not in (GROUP_SIZES if bits == 4 else (32,)):
         raise FasteagleError(f"no CUDA kernel for {bits}-bit groups of {group_size:,}: use {fix}")
     return Layout(bits, 64 if K % 128 or bits == 8 else 128, group_size)
 

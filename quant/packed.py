@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fasteagle.errors import FasteagleError
+from fasteagle.quant.scheme import GROUP_SIZES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +177,7 @@ def check_group_size(columns: int, group_size: int) -> int:
     Raises `FasteagleError` if the group size does not divide it.
     """
     if columns % group_size:
-        fitting = [g for g in (128, 64, 32) if columns % g == 0]
+        fitting = [g for g in GROUP_SIZES if columns % g == 0]
         fix = f"use {' or '.join(f'g{g}' for g in fitting)}" if fitting else "use int8"
         raise FasteagleError(
             f"group size {group_size} does not divide the {columns:,} inputs of a linear: {fix}"
