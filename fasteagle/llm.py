@@ -348,9 +348,9 @@ def load(
     runtime = RuntimeOptions(device=device, max_seq_len=max_seq_len, threads=threads)
     tree_file = None if tree == "auto" else checked_name("tree", tree)
     head = None if head is None else checked_name("head", head)
-    if head is not None and drafter in ("none", "ngram"):
-        raise FasteagleError(f"head has no meaning with drafter {shown(drafter)}: drop one")
     draft = DraftOptions(drafter=drafter, head=head, tree_file=tree_file)
+    if head is not None and not draft.may_have_head:
+        raise FasteagleError(f"head has no meaning with drafter {shown(drafter)}: drop one")
     name = checked_name("model", model)
     llm = open_llm(name, runtime.at(precision), draft, notify, prefix_cache_gb)
     if compile and compile_now(llm.engine):
