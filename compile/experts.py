@@ -32,12 +32,13 @@ def distinct_experts(target: Target, text: Sequence[int]) -> dict[int, float]:
     layers = [module for module in target.model.modules() if isinstance(module, MoE)]
     hooks = [layer.register_forward_pre_hook(watch) for layer in layers]
     try:
+        core = Target(target.model)
         tokens = torch.tensor(text, device=target.weight.device)
         rows = torch.arange(len(text), device=tokens.device)
-        cache = target.model.new_cache(len(text))
+        cache = core.new_cache(len(text))
         window = target.config.sliding_window
         mask = causal_mask(0, len(text), cache.n_slots, window, tokens.device)
-        target.model.encode(tokens, rows, rows, mask, cache)
+        core.encode(tokens, rows, rows, mask, cache)
     finally:
         for hook in hooks:
             hook.remove()

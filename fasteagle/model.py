@@ -68,7 +68,7 @@ class KVCache:
     `layers` are its planes as (keys, values) [G, S, E] of each block. Attention reads all S slots:
     where nothing needs fixed addresses (CPU), S grows with the text in steps of `KEY_BLOCK` by
     `resize`, since oneDNN copies any batch that is not contiguous. Formats other than the model's
-    own may have `spare` elements after each row; see `Transformer.new_cache`.
+    own may have `spare` elements after each row; see `Target.new_cache`.
     """
 
     def __init__(
@@ -401,11 +401,6 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config, number=i) for i in range(config.n_layer))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.lm_head = LMHead(config.dim, config.vocab_size, bias=False)
-
-    def new_cache(self, n_slots: int) -> KVCache:
-        """Return a KV cache in the dtype of the weights."""
-        weight = self.norm.weight
-        return KVCache(self.config, n_slots, weight.dtype, weight.device)
 
     def init_rope(self, max_seq_len: int, device: torch.device | str) -> None:
         """Tabulate RoPE for positions `0 .. max_seq_len - 1`, always in fp32."""

@@ -34,7 +34,7 @@ from fasteagle.loading.names import expected_shapes
 from fasteagle.loading.open import OpenedModel, open_model
 from fasteagle.loading.rope_order import rope_order
 from fasteagle.loading.tensors import Checkpoint, save_tensors
-from fasteagle.model import MLP, MoE, Transformer, causal_mask
+from fasteagle.model import MLP, MoE, Target, Transformer, causal_mask
 from fasteagle.options import DEFAULT_MODEL
 from fasteagle.paths import atomic_dir, replacing, require_place, require_writable, write_json
 from fasteagle.prompts import read_conversations
@@ -114,7 +114,7 @@ def fit(model: Transformer, config: ModelConfig, text: Tensor) -> list[MoE]:
         block.mlp_norm.register_forward_hook(lambda _module, _args, x, seen=seen: seen.append(x))
         for block, seen in zip(model.blocks, inputs, strict=True)
     ]
-    rows, cache = torch.arange(text.shape[1]), model.new_cache(text.shape[1])
+    rows, cache = torch.arange(text.shape[1]), Target(model).new_cache(text.shape[1])
     mask = causal_mask(0, len(rows), cache.n_slots, config.sliding_window, "cpu")
     for window in text:
         model.encode(window, rows, rows, mask, cache)
