@@ -19,7 +19,7 @@ from fasteagle import __version__
 from fasteagle.compile.cycles import CycleCompiler
 from fasteagle.compile.measurement import Gate, Measurement, timed_rows, widest
 from fasteagle.device import device_name
-from fasteagle.drafting.base import Drafter
+from fasteagle.drafting.base import Drafter, Tuning
 from fasteagle.drafting.costs import Costs
 from fasteagle.drafting.ladder import ladder
 from fasteagle.drafting.policy import Policy
@@ -42,9 +42,15 @@ USUAL = Costs(
 )
 
 
+def tuning_of(drafter: Drafter) -> Tuning:
+    """Return the tuning of a drafter that has one; see `tunable`."""
+    assert drafter.tuning is not None, "costs are measured and stored for such drafters only"
+    return drafter.tuning
+
+
 def conditions(engine: Engine, drafter: Drafter) -> dict[str, Any]:
     """Return the conditions of the costs: this engine, a drafter, its device and versions."""
-    assert drafter.tuning is not None, "costs are stored for such drafters"
+    tuning = tuning_of(drafter)
     return {
         "fasteagle": __version__,
         "table": TABLE,
@@ -55,15 +61,14 @@ def conditions(engine: Engine, drafter: Drafter) -> dict[str, Any]:
         "kv": str(engine.cache.rows.dtype).removeprefix("torch."),
         "rows": timed_rows(engine.max_seq_len)[-1],
         "shape": type(drafter.shape).__name__,
-        "head": drafter.tuning.head,
-        "corpus": drafter.tuning.corpus,
+        "head": tuning.head,
+        "corpus": tuning.corpus,
     }
 
 
 def load_costs(engine: Engine, drafter: Drafter, notify: Callable[[str], None]) -> Costs | None:
     """Return the costs stored for these conditions, or None; report a table that does not fit."""
-    assert drafter.tuning is not None, "costs are stored for such drafters"
-    path = drafter.tuning.path
+    path = tuning_of(drafter).path
     try:
         raw = json.loads(path.read_text("utf-8"))
         stored, mine = raw["conditions"], conditions(engine, drafter)
@@ -91,13 +96,12 @@ def store_costs(
     notify: Callable[[str], None] = note,
 ) -> None:
     """Store costs for these conditions; report where the disk takes none, for they serve now."""
-    assert drafter.tuning is not None, "costs are stored for such drafters"
     content = {
         "conditions": conditions(engine, drafter),
         "costs": costs.as_json(),
         "seconds": round(seconds, 2),
     }
-    keep(drafter.tuning.path, content, "costs serve this start only", notify)
+    keep(tuning_of(drafter).path, content, "costs serve this start only", notify)
 
 
 def tunable(engine: Engine) -> Drafter | None:
@@ -137,17 +141,15 @@ def costs_of(
 
 def sizes_of(drafter: Drafter, costs: Costs) -> list[AnyShape]:
     """Return the shapes that the policy may choose for `drafter`."""
-    assert drafter.tuning is not None, "the caller measures only for drafters that may be tuned"
-    ranks, has_head = drafter.tuning.ranks, drafter.reads_features
+    ranks, has_head = tuning_of(drafter).ranks, drafter.reads_features
     return ladder(costs, ranks, drafter.shape, widest(drafter) if has_head else 0)
 
 
 def follow_costs(drafter: Drafter, costs: Costs) -> Policy:
     """Give the drafter a policy by these costs."""
-    assert drafter.tuning is not None, "the caller measures only for drafters that may be tuned"
     policy = Policy(
         costs,
-        drafter.tuning.ranks,
+        tuning_of(drafter).ranks,
         sizes_of(drafter, costs),
         head=drafter.reads_features,
         lookup=drafter.lookup is not None,

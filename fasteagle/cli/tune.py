@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fasteagle.compile.blocks import compile_now
-from fasteagle.compile.costs import costs_of, follow_costs, tunable
+from fasteagle.compile.costs import costs_of, follow_costs, tunable, tuning_of
 from fasteagle.compile.experts import distinct_experts
 from fasteagle.config import MoEConfig
 from fasteagle.drafting.costs import Costs
@@ -35,12 +35,11 @@ def run_tune(model: str, runtime_options: RuntimeOptions, draft: DraftOptions) -
     engine.prefill(text)  # the rows that are timed repeat its tokens
     costs, seconds = costs_of(engine, drafter, note, anew=True, compiled=compiled)
     policy = follow_costs(drafter, costs)
-    assert drafter.tuning is not None, "or it were not tunable"
     print_costs(policy.costs)
     print_sizes(policy)
     if engine.target.config.moe is not None:
         print_experts(engine.target.config.moe, distinct_experts(engine.target, text))
-    note(f"tuned in {seconds:.1f} s; kept in {drafter.tuning.path}")
+    note(f"tuned in {seconds:.1f} s; kept in {tuning_of(drafter).path}")
 
 
 def print_costs(costs: Costs) -> None:
