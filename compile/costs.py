@@ -8,6 +8,7 @@ model, scheme, drafter, device and version that it was measured with.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import time
 from collections.abc import Callable
@@ -98,7 +99,7 @@ def store_costs(
     """Store costs for these conditions; report where the disk takes none, for they serve now."""
     content = {
         "conditions": conditions(engine, drafter),
-        "costs": costs.as_json(),
+        "costs": dataclasses.asdict(costs),
         "seconds": round(seconds, 2),
     }
     keep(tuning_of(drafter).path, content, "costs serve this start only", notify)

@@ -68,13 +68,12 @@ class Costs:
         lookup = factor * self.lookup
         return Costs(passes, first_level, level, other, plain_other, lookup, chain)
 
-    def as_json(self) -> dict[str, Any]:
-        """Return these costs as plain values for JSON, as `from_json` reads them."""
-        return dataclasses.asdict(self)
-
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> Costs:
-        """Read `as_json`; raise KeyError, TypeError, ValueError or AttributeError if it is not."""
+        """Read their dictionary from JSON.
+
+        Raises KeyError, TypeError, ValueError or AttributeError for anything else.
+        """
         passes, first_level, level, chain = (
             {int(key): float(value) for key, value in raw[name].items()}
             for name in ("passes", "first_level", "level", "chain")
