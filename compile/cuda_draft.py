@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fasteagle.compile.cuda_blocks import MAX_ROWS
-from fasteagle.compile.cuda_pass import SEQUENCES, SharedCache, at_least, cache_numbers, send
+from fasteagle.compile.cuda_pass import SEQUENCES, at_least, cache_numbers, send, shared_caches
 from fasteagle.compile.split_cycles import SharedRuns
 from fasteagle.decoding.launch import Capture, Launch
 from fasteagle.drafting.draft_head import Prediction
@@ -139,7 +139,7 @@ class _Rows:
         self._block = tree_kernels.row_block(self._n_query_rows)
         n_blocks = B * -(-self._n_query_rows // self._block)
         self._sequences: Sequences = sequence_kernels.empty(table, B * n_rows, 1, n_blocks)
-        self.cache = SharedCache.of(drafter.cache.rows, n_slots, self._sequences, self._block)
+        self.cache = shared_caches(drafter.cache.rows, n_slots, self._sequences, self._block)
 
     def load(self, n: int) -> None:
         """Let the first `n` texts have rows."""

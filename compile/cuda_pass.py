@@ -10,7 +10,6 @@ Shapes: B sequences, M rows of a pass, G KV heads, group query heads of each, E 
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,14 +21,13 @@ from fasteagle.compile.cuda_blocks import MAX_ROWS
 from fasteagle.compile.split_cycles import SharedRuns
 from fasteagle.decoding.cycle import EAGER
 from fasteagle.decoding.launch import Capture
-from fasteagle.decoding.together import groups, split
+from fasteagle.decoding.together import Caches, groups, split
 from fasteagle.model import Output, Target
 from fasteagle.state import DecodeState
 from fasteagle.tree import Proposal, TreeView
 
 if TYPE_CHECKING:  # at run time only where Triton is: on CUDA
     from fasteagle.compile.kernels.sequence_kernels import Sequences
-    from fasteagle.compile.kernels.tree_kernels import SharedPlane
 
 ROWS = (2, 4, 8, 16, 32, MAX_ROWS)  # of a pass, padding included
 SEQUENCES = (2, 4, 8)
@@ -79,23 +77,14 @@ def send(numbers: Sequence[Sequence[int]], into: Tensor, missing: int = 0) -> No
     into.copy_(host.pin_memory() if into.is_cuda else host, non_blocking=True)
 
 
-@dataclasses.dataclass(frozen=True)
-class SharedCache:
-    """Caches of several sequences, in place of a `KVCache`."""
+def shared_caches(rows: Tensor, n_slots: int, sequences: Sequences, row_block: int) -> Caches:
+    """Return caches of several sequences like `rows` [2 L, G, S, E], of up to `n_slots` slots."""
+    from fasteagle.compile.kernels.tree_kernels import SharedPlane
 
-    layers: list[tuple[SharedPlane, SharedPlane]]
-
-    @classmethod
-    def of(cls, rows: Tensor, n_slots: int, sequences: Sequences, row_block: int) -> SharedCache:
-        """Return caches like `rows` [2 L, G, S, E], of up to `n_slots` slots."""
-        from fasteagle.compile.kernels.tree_kernels import SharedPlane
-
-        n_planes, G, _, E = rows.shape
-        planes = [
-            SharedPlane(sequences, i, (G, n_slots, E), rows.dtype, row_block)
-            for i in range(n_planes)
-        ]
-        return cls(list(zip(planes[::2], planes[1::2], strict=True)))
+    n_planes, G, _, E = rows.shape
+    size = G, n_slots, E
+    planes = [SharedPlane(sequences, i, size, rows.dtype, row_block) for i in range(n_planes)]
+    return Caches(list(zip(planes[::2], planes[1::2], strict=True)))
 
 
 class Shape(NamedTuple):
@@ -123,7 +112,7 @@ class SharedPass:
         fields = int(sequence_kernels.FIELDS)
         table = torch.zeros(shape.sequences, fields, dtype=torch.int64, device=rows.device)
         self._sequences = sequence_kernels.empty(table, shape.rows, MAX_ROWS, n_blocks)
-        self._cache = SharedCache.of(rows, shape.n_slots, self._sequences, self._block)
+        self._cache = shared_caches(rows, shape.n_slots, self._sequences, self._block)
         self._numbers: list[list[int]] = []
 
     def load(self, members: Sequence[Member]) -> None:

@@ -21,10 +21,10 @@ from fasteagle.state import DecodeState
 from fasteagle.tree import Proposal, TreeView
 
 
-class _Caches(NamedTuple):
-    """Layers of several caches: in each block the keys of all sequences, and the values."""
+class Caches(NamedTuple):
+    """Caches of several sequences, in place of a `KVCache`: keys and values of all, by block."""
 
-    layers: list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]
+    layers: Sequence[tuple[Any, Any]]  # what the operations of the pass take
 
 
 def verify_together(
@@ -49,7 +49,7 @@ def verify_together(
         torch.cat([s.seq_len + p.depths for s, p in pairs]),
         slots,
         views,
-        _Caches(layers),  # type: ignore[arg-type]
+        Caches(layers),  # type: ignore[arg-type]
         states[0].aux_layers,
     )
     return split(output, sizes)

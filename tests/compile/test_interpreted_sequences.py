@@ -15,7 +15,7 @@ from torch import Tensor
 from fasteagle import batch
 from fasteagle.batch import Batch
 from fasteagle.compile.cuda_draft import CudaDraft
-from fasteagle.compile.cuda_pass import CudaPass, Member, SharedCache
+from fasteagle.compile.cuda_pass import CudaPass, Member, shared_caches
 from fasteagle.compile.graphs import CapturedRunner
 from fasteagle.compile.int8_cache import quantized_rows
 from fasteagle.compile.kernels import block_kernels, sequence_kernels, tree_kernels
@@ -91,7 +91,7 @@ def together(some: list[One], M: int, B: int, sequences, n_head, E, dtype, windo
     parts[:, : sum(sizes)] = torch.cat([own.parts for own in some], 1)
     rows = some[0].member.rows
     group = n_head // rows.shape[1]
-    cache = SharedCache.of(rows, 256, sequences, block_of(M, B, group))
+    cache = shared_caches(rows, 256, sequences, block_of(M, B, group))
     view = TreeView(sequences.seq_lens, sequences.paths, sequences.depths, window)
     own = sequences.slots, sequences.positions, *cache.layers[plane // 2]
     return attention(parts, n_head, E, dtype, *own, view, fused)
