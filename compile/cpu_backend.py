@@ -33,6 +33,7 @@ from fasteagle.tree import Proposal
 class CpuBackend(Backend):
     """Backend of a target whose blocks all fit the C++ kernels; see `cpu_blocks.fits`."""
 
+    name = "cpu"
     parts = frozenset(("products", "passes", "commits", "drafting"))
 
     def __init__(self, model: Transformer, kv: str = "auto", advice: Advice | None = None) -> None:
@@ -45,7 +46,6 @@ class CpuBackend(Backend):
         ops = Ops(norm=final_norm, run_blocks=blocks.run, views=True)
         target = dataclasses.replace(core_target(model, kv), ops=ops, rows_at_once=MAX_ROWS)
         super().__init__(target, advice)
-        self.name = "cpu"
         self._why_not = cpu_pass.why_not(model)
         whole = self._why_not is None
         verify = cpu_pass.NativePass(model, blocks, norm) if whole else EAGER.verify

@@ -60,6 +60,8 @@ def finish(state: DecodeState, spec: CycleSpec, proposal: Proposal, output: Outp
 class CudaBackend(Backend):
     """Backend that runs a target by Triton kernels where they fit, and replays cycles as graphs."""
 
+    name = "cuda"
+
     def __init__(
         self,
         model: Transformer,
@@ -81,7 +83,6 @@ class CudaBackend(Backend):
                 expect_normed_inputs(model.blocks)
             ops = self._kernel_ops(model, OPS._replace(write=ops.write))
         super().__init__(dataclasses.replace(target, ops=ops), advice)
-        self.name = "cuda"
         self._pass = CudaPass(self.target) if self._fuses and _has_fixed_head(model) else None
         self._draft: CudaDraft | None = None
 

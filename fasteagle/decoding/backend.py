@@ -33,13 +33,13 @@ class Backend:
     override what they run; other parts stay the core's. `describe` names them.
     """
 
+    name = "eager"  # or: compiled, cpu, cuda
     parts: frozenset[str] = frozenset()  # that kernels run: products, passes, drafting, commits
     most_rows: int | None = None  # of a pass that rounds as plain decoding does; None: no limit
     merges_lookup = False  # whether looked-up tokens join a tree for next to nothing
     few_rows = 0  # of a prompt, that passes of 64 compute sooner than one, with the same bits
 
     def __init__(self, target: Target, advice: Advice | None = None) -> None:
-        self.name = "eager"  # or: compiled, cpu, cuda
         self.target = target
         self.left: set[str] = set()  # parts whose kernels failed their check
         self._advice = advice
