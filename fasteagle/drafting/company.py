@@ -72,7 +72,7 @@ class Sharing:
     """
 
     def __init__(self, n: int, policy: Policy, distance: int = FIRST_DISTANCE) -> None:
-        self.n = n
+        self.n, self.policy = n, policy
         self.speeds: dict[AnyShape, Speed] = {}  # of passes with trees
         self.gain: Average | None = None  # tokens of the draft head's chain over their worth
         self.pauses = Pauses()  # of the draft head
@@ -123,9 +123,9 @@ class Company:
         """Decide for `n` sequences, until a pass shows how many take part."""
         if self.policy is None:
             return
-        self._now = self._sharing(self.policy, n)
+        self._now = self._sharing(n)
         if self.policy.is_gated:
-            self._set_prices(self.policy, self._now)
+            self._set_prices(self._now)
 
     @property
     def next_shape(self) -> AnyShape | None:
@@ -166,27 +166,22 @@ class Company:
         if not shapes or not passes or self.policy is None:
             return
         n = -(-shapes.total() // passes)
-        self._now = own = self._sharing(self.policy, n)
+        self._now = own = self._sharing(n)
         for _ in range(passes):
-            self._end_pass(self.policy, own, shapes, accepted / passes, ms / passes)
+            self._end_pass(own, shapes, accepted / passes, ms / passes)
         if self.policy.is_gated:
-            self._set_prices(self.policy, own)
+            self._set_prices(own)
 
-    def _sharing(self, policy: Policy, n: int) -> Sharing:
+    def _sharing(self, n: int) -> Sharing:
         """Return what is known of passes of `n` sequences."""
         if n not in self._all:
-            self._all[n] = Sharing(n, policy, self._now.blocks.distance)
+            self._all[n] = Sharing(n, self._now.policy, self._now.blocks.distance)
             if self._now.gain is not None:  # till it is known better, the head is worth as much
                 self._all[n].gain = Average(self._now.gain.mean())
         return self._all[n]
 
     def _end_pass(
-        self,
-        policy: Policy,
-        own: Sharing,
-        shapes: Collection[AnyShape | None],
-        accepted: float,
-        ms: float,
+        self, own: Sharing, shapes: Collection[AnyShape | None], accepted: float, ms: float
     ) -> None:
         # Where some sequences may not draft, a pass is one of those that do.
         kinds = [shape for shape in shapes if shape is not None]
@@ -195,15 +190,15 @@ class Company:
         else:
             own.blocks.add(ms)
         if len(kinds) == 1:
-            self._kind(policy, own, kinds[0]).add(accepted, ms)
+            self._kind(own, kinds[0]).add(accepted, ms)
         if own.gain is not None and own.pauses.left and own.pauses.wait():
             own.gain.fade(FORGOTTEN)
-        self._rest_or_draft(policy, own, bool(kinds))
+        self._rest_or_draft(own, bool(kinds))
 
-    def _kind(self, policy: Policy, own: Sharing, shape: AnyShape) -> Speed:
+    def _kind(self, own: Sharing, shape: AnyShape) -> Speed:
         """Return the passes with trees of `shape`."""
         if shape not in own.speeds:
-            n, speed = own.n, Speed(own.n)
+            n, policy, speed = own.n, own.policy, Speed(own.n)
             if not policy.is_gated:
                 ms = self._draft_ms(policy, n, shape) + n * policy.costs.other
                 ms += policy.pass_ms(n * shape.rows)
@@ -219,10 +214,10 @@ class Company:
         # A run over the rows of all costs more than one of a sequence as passes of the target do.
         return ms * policy.pass_ms(n * shape.topk) / policy.pass_ms(shape.topk)
 
-    def _speed_of(self, policy: Policy, own: Sharing, shape: AnyShape) -> float:
-        return self._kind(policy, own, shape).mean(self._factor.mean())
+    def _speed_of(self, own: Sharing, shape: AnyShape) -> float:
+        return self._kind(own, shape).mean(self._factor.mean())
 
-    def _rest_or_draft(self, policy: Policy, own: Sharing, drafted: bool) -> None:
+    def _rest_or_draft(self, own: Sharing, drafted: bool) -> None:
         """Begin or end a rest from drafting, or a block of plain passes."""
         if own.rests.left:
             if own.rests.wait():
@@ -230,33 +225,33 @@ class Company:
                     speed.forget()
         elif own.blocks.left:
             if not drafted:  # else it was begun among other sequences
-                own.blocks.wait(0.0 if own.size is None else self._speed_of(policy, own, own.size))
+                own.blocks.wait(0.0 if own.size is None else self._speed_of(own, own.size))
         elif drafted:
             own.rests.count()
             if own.blocks.is_due():
                 own.blocks.begin()
                 return
-        size = self._choose_size(policy, own, drafted)
+        size = self._choose_size(own, drafted)
         if not drafted or own.blocks.left or own.rests.probing:
             return
-        if 0 < self._speed_of(policy, own, size) < own.blocks.speed:
+        if 0 < self._speed_of(own, size) < own.blocks.speed:
             own.rests.begin()
 
-    def _choose_size(self, policy: Policy, own: Sharing, drafted: bool) -> AnyShape:
+    def _choose_size(self, own: Sharing, drafted: bool) -> AnyShape:
         """Take the size with the most tokens per ms, now and then; gated chains are one size."""
         own.since += drafted
         if own.size is not None and own.since < EVERY:
             return own.size
         own.since = 0
-        speeds = {shape: self._speed_of(policy, own, shape) for shape in policy.shapes}
+        speeds = {shape: self._speed_of(own, shape) for shape in own.policy.shapes}
         best = max(speeds, key=speeds.__getitem__)
         if own.size is None or speeds[best] > MARGIN * speeds[own.size]:
             own.size = best
         return own.size
 
-    def _set_prices(self, policy: Policy, own: Sharing) -> None:
-        self.head_gain = None
-        self._speed = max(own.blocks.speed, self._speed_of(policy, own, policy.shapes[0]))
+    def _set_prices(self, own: Sharing) -> None:
+        policy, self.head_gain = own.policy, None
+        self._speed = max(own.blocks.speed, self._speed_of(own, policy.shapes[0]))
         if not self._speed:
             return
         self._row_ms = policy.row_ms(own.n * self._width.mean(), ROWS_AHEAD)

@@ -269,10 +269,10 @@ def test_a_pass_of_one_size_at_a_time_is_observed():
 def test_a_text_that_is_hard_to_draft_lowers_what_sizes_promise_that_were_not_in_use():
     company, policy = Company(), policy_of(CARD, *SIZES)
     company.follow(policy)
-    before = company._speed_of(policy, Sharing(2, policy), SIZES[3])
+    before = company._speed_of(Sharing(2, policy), SIZES[3])
     for _ in range(20):
         company.learn(SIZES[0], outcome(0))
-    assert company._speed_of(policy, Sharing(2, policy), SIZES[3]) < 0.8 * before
+    assert company._speed_of(Sharing(2, policy), SIZES[3]) < 0.8 * before
 
 
 def test_what_a_draft_head_is_worth_before_it_was_tried():
@@ -325,7 +325,7 @@ def test_another_size_must_promise_three_percent(gain, changes):
     own.size, own.speeds = SIZES[0], {shape: Speed(2, 2.0, 8.0) for shape in SIZES}
     own.speeds[SIZES[1]] = Speed(2, 2.0, 8.0 / gain)
     for _ in range(EVERY):
-        Company()._choose_size(policy, own, True)
+        Company()._choose_size(own, True)
     assert (own.size == SIZES[1]) == changes
 
 
@@ -370,7 +370,7 @@ def test_the_rest_of_a_cycle_takes_time_for_each_sequence():
     for n in (1, 8):
         for other in (0.1, 1.0):
             policy = policy_of(dataclasses.replace(CARD, other=other), *SIZES)
-            speeds.append(Company()._speed_of(policy, Sharing(n, policy), SIZES[0]))
+            speeds.append(Company()._speed_of(Sharing(n, policy), SIZES[0]))
     assert speeds[0] < 1.2 * speeds[1] and speeds[2] > 1.5 * speeds[3]
 
 
