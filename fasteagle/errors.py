@@ -18,6 +18,7 @@ from typing import TypeVar
 TELL_SECONDS = 10.0
 PATIENCE = 1.0  # seconds
 LONGEST_SHOWN = 100  # characters of a value in an error
+MOST_PROBLEMS = 6  # that an error lists
 Item = TypeVar("Item")
 
 # Only torch's allocator has an error class for it. The driver (through torch and Triton), cuBLAS
@@ -148,10 +149,11 @@ def counted(count: float, noun: str) -> str:
     return f"{number} {noun}" if count == 1 else f"{number} {noun}s"
 
 
-def shortened(problems: list[str], limit: int = 6) -> str:
-    """Return the first `limit` problems, sorted, and the number of the others."""
-    more = f"; and {len(problems) - limit} more" if len(problems) > limit else ""
-    return "; ".join(sorted(problems)[:limit]) + more
+def shortened(problems: list[str]) -> str:
+    """Return the first `MOST_PROBLEMS`, sorted, and the number of the others."""
+    others = len(problems) - MOST_PROBLEMS
+    more = f"; and {others} more" if others > 0 else ""
+    return "; ".join(sorted(problems)[:MOST_PROBLEMS]) + more
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
