@@ -20,7 +20,7 @@ from fasteagle.config_gguf import from_gguf, mtp_layers
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.gguf_index import GGUFTensor, read_index
 from fasteagle.loading.names import CHOICE_BIAS, is_block_linear, mtp_name, parts_of
-from fasteagle.loading.tensors import Checkpoint, rows_for
+from fasteagle.loading.tensors import Checkpoint
 from fasteagle.quant.gguf_blocks import (
     CONVERTED_VALUES,
     GGUF_4_BITS,
@@ -118,7 +118,7 @@ class GGUFFile(Checkpoint):
 
     def start(self, name: str, n: int) -> Tensor:
         """Return the first `n` values or more."""
-        return dequantized(self._data, self.tensors[name], rows_for(self.shape(name), n))
+        return dequantized(self._data, self.tensors[name], self.rows_for(name, n))
 
     def load(self, name: str) -> Tensor:
         """Return the dequantized tensor in fp32, in which F16 and BF16 values are exact too."""

@@ -23,7 +23,7 @@ from fasteagle.loading.layouts import (
     declared_kinds,
 )
 from fasteagle.loading.names import expected_shapes
-from fasteagle.loading.tensors import WeightsFolder, read_json, rows_for
+from fasteagle.loading.tensors import WeightsFolder, read_json
 from fasteagle.quant import formats
 from fasteagle.quant.formats import Geometry, Imported, refused
 from fasteagle.quant.packed import PackedWeight
@@ -130,7 +130,7 @@ class QuantizedFolder(WeightsFolder):
         """Return the first `n` values or more."""
         if name not in self._parts or self.shape(name)[0] % ROWS_PER_WORD:
             return super().start(name, n)  # whole, where the last word holds padding
-        words = -(-rows_for(self.shape(name), n) // ROWS_PER_WORD)
+        words = -(-self.rows_for(name, n) // ROWS_PER_WORD)
         return self._unpack(name, words * ROWS_PER_WORD).dequantize()
 
     def packed(self, name: str) -> PackedWeight | None:

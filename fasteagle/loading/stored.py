@@ -22,14 +22,7 @@ from fasteagle.config import ModelConfig, MoEConfig
 from fasteagle.config_fields import MOST_EXPERTS, MOST_LAYERS, MOST_WIDTH, Fields
 from fasteagle.config_hf import read_freq_factors, read_llama3_scaling, read_shape
 from fasteagle.errors import FasteagleError, shortened
-from fasteagle.loading.tensors import (
-    Checkpoint,
-    WeightsFolder,
-    read_json,
-    rows_for,
-    save_tensors,
-    weight_map,
-)
+from fasteagle.loading.tensors import Checkpoint, WeightsFolder, read_json, save_tensors, weight_map
 from fasteagle.paths import write_json
 from fasteagle.quant.packed import PackedWeight
 from fasteagle.quant.scheme import Scheme
@@ -158,7 +151,7 @@ class StoredFolder(WeightsFolder):
         weight = self.packed(name)
         if weight is None:
             return super().start(name, n)
-        return weight.rows(slice(0, rows_for(self.shape(name), n))).dequantize()
+        return weight.rows(slice(0, self.rows_for(name, n))).dequantize()
 
 
 def _require_dtypes(weight: PackedWeight) -> None:

@@ -58,7 +58,12 @@ class Checkpoint(abc.ABC):
 
     def start(self, name: str, n: int) -> Tensor:
         """Return the first `n` values or more, which is cheaper than all where files are mapped."""
-        return self.load(name)[: rows_for(self.shape(name), n)]
+        return self.load(name)[: self.rows_for(name, n)]
+
+    def rows_for(self, name: str, n: int) -> int:
+        """Return the number of leading rows of a tensor that hold its first `n` values."""
+        rows, *others = self.shape(name)
+        return min(rows, -(-n // math.prod(others)))
 
     @property
     def widened(self) -> list[str]:
@@ -317,8 +322,3 @@ def weight_bytes(checkpoint: Checkpoint, scheme: Scheme) -> int:
             if any(checkpoint.bits(name) == 8 for name in names):
                 total += int(more * sum(math.prod(checkpoint.shape(name)) for name in names))
     return total
-
-
-def rows_for(shape: tuple[int, ...], n: int) -> int:
-    """Return the number of leading rows of a tensor that hold its first `n` values."""
-    return min(shape[0], -(-n // math.prod(shape[1:])))
