@@ -27,8 +27,8 @@ from fasteagle.logits import LogitsProcessor
 from fasteagle.model import KEY_BLOCK, KVCache, Transformer
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import BAD_ROW, SamplingMode, draw
-from fasteagle.shapes import AnyShape, check_rows
-from fasteagle.state import MAX_DEPTH, PENDING, READ_AT_ONCE, CycleSpec, runs_head
+from fasteagle.shapes import MAX_DEPTH, AnyShape, check_rows
+from fasteagle.state import PENDING, READ_AT_ONCE, CycleSpec, runs_head
 from fasteagle.tree import chain
 from fasteagle.verify import PAD
 

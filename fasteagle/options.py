@@ -13,7 +13,7 @@ from typing import ClassVar
 from fasteagle.config_fields import parse_shallow_json
 from fasteagle.errors import FasteagleError, shown
 from fasteagle.option_fields import check, check_host_names, option, require
-from fasteagle.shapes import MAX_REACH, MOST_NODES, FusedShape, TreeShape, head_pool
+from fasteagle.shapes import MAX_DEPTH, MOST_NODES, FusedShape, TreeShape, head_pool
 
 DEFAULT_MODEL = "smollm2-135m"
 DTYPES = ("bf16", "fp16", "fp32")
@@ -236,7 +236,7 @@ class DraftOptions:
         unset="auto",
     )
     # None: those of DEFAULT_TREE, or of QUANTIZED_TREE where a row of the target costs more.
-    tree_depth: int | None = option(None, "Tree levels (SGLang: num-steps).", least=1, most=63)
+    tree_depth: int | None = option(None, "Levels (SGLang: num-steps).", least=1, most=MAX_DEPTH)
     tree_topk: int | None = option(
         None, "Nodes expanded at each level (SGLang: eagle-topk).", least=1, most=1024
     )
@@ -258,7 +258,7 @@ class DraftOptions:
         "Longest chain of tokens that fused and ngram copy; auto then uses one of them.  "
         f"[default: {LOOKUP_DEPTH}, ngram 7; chains on CPUs: 16, and 31 at most]",
         least=1,
-        most=MAX_REACH,
+        most=MAX_DEPTH,
     )
     noise: str = option(
         "shared",

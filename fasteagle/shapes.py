@@ -9,6 +9,7 @@ from fasteagle.config_fields import parse_json_file
 from fasteagle.errors import FasteagleError, counted, reason_of
 
 MOST_NODES = 4096  # of a tree that a person gives
+MAX_DEPTH = 63  # longest path of a tree, and most tokens in a row that are looked up
 
 
 class Shape:
@@ -129,9 +130,6 @@ class StaticShape(HeadShape):
         return f"{self.depth}, -, {self.nodes}"
 
 
-MAX_REACH = 63  # most tokens in a row that are looked up, or lie below each other in a file's tree
-
-
 @dataclasses.dataclass(frozen=True)
 class FusedShape(Shape):
     """Shape of a tree with candidates of a draft head and of the n-gram lookup.
@@ -151,8 +149,8 @@ class FusedShape(Shape):
             TreeShape(self.levels, self.topk, self.levels)  # checks them
         if self.nodes < 1:
             raise FasteagleError(f"tree-nodes {self.nodes} is out of range: use >= 1")
-        if not 1 <= self.reach <= MAX_REACH:
-            raise FasteagleError(f"lookup-depth {self.reach} is out of range: use 1 .. {MAX_REACH}")
+        if not 1 <= self.reach <= MAX_DEPTH:
+            raise FasteagleError(f"lookup-depth {self.reach} is out of range: use 1 .. {MAX_DEPTH}")
         sizes = (
             f"--tree-depth {self.levels}, --tree-topk {self.topk} and --lookup-depth {self.reach} "
             "yield"
@@ -211,8 +209,8 @@ def read_tree(path: Path) -> Paths:
         raw = parse_json_file(path)
         if not all(type(rank) is int for node in raw for rank in node):
             raise ValueError("ranks must be integers")
-        if len(raw) > MOST_NODES or any(len(node) > MAX_REACH for node in raw):
-            raise ValueError(f"at most {MOST_NODES:,} paths of {MAX_REACH} ranks each")
+        if len(raw) > MOST_NODES or any(len(node) > MAX_DEPTH for node in raw):
+            raise ValueError(f"at most {MOST_NODES:,} paths of {MAX_DEPTH} ranks each")
         return tuple(tuple(node) for node in raw)
     except (OSError, TypeError, ValueError) as error:
         reason = reason_of(error)

@@ -15,11 +15,10 @@ from torch import Tensor
 from fasteagle.model import KVCache, Transformer
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import SamplingMode, SamplingTensors
-from fasteagle.shapes import AnyShape, FusedShape, GatedChain, TreeShape
+from fasteagle.shapes import MAX_DEPTH, AnyShape, FusedShape, GatedChain, TreeShape
 from fasteagle.tree import DraftTree, Proposal
 from fasteagle.verify import Accepted
 
-MAX_DEPTH = 63  # longest path of a tree
 PENDING = 256  # most pairs stored for a draft head that is not run for a while
 READ_AT_ONCE = 32  # most of them that it reads in a cycle, one step of our CPU kernels
 

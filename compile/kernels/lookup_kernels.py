@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fasteagle.drafting.lookup import CLASSES, LONGEST_MATCH, MEMORY, NOTHING, RAREST
-from fasteagle.shapes import MAX_REACH
+from fasteagle.shapes import MAX_DEPTH
 from fasteagle.tree import HEAD, LOOKUP
 
 CHUNK = 2048  # slots of the text that a program compares
@@ -51,7 +51,7 @@ def look_up(
         N,
         reach,
         C,
-        MOST=MAX_REACH,
+        MOST=MAX_DEPTH,
         CLASSES=CLASSES,
         MEMORY=MEMORY,
         RAREST=RAREST,

@@ -14,8 +14,8 @@ from torch import Tensor
 from fasteagle.drafting.draft_head import Prediction, RankingDrafter
 from fasteagle.drafting.eagle import expand
 from fasteagle.model import Target
-from fasteagle.shapes import TreeShape
-from fasteagle.state import MAX_DEPTH, CycleSpec, DecodeState
+from fasteagle.shapes import MAX_DEPTH, TreeShape
+from fasteagle.state import CycleSpec, DecodeState
 from fasteagle.tree import DraftTree, TreeView
 
 

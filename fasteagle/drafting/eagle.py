@@ -23,7 +23,7 @@ from fasteagle.drafting.thresholds import LONGEST, Thresholds
 from fasteagle.errors import FasteagleError
 from fasteagle.model import EagleHead
 from fasteagle.sampling import SamplingMode, SamplingTensors
-from fasteagle.shapes import MAX_REACH, FusedShape, GatedChain, TreeShape
+from fasteagle.shapes import MAX_DEPTH, FusedShape, GatedChain, TreeShape
 from fasteagle.state import CycleSpec, DecodeState
 from fasteagle.tree import DraftTree, Pool, chain
 
@@ -80,7 +80,7 @@ class EagleDrafter(HeadDrafter):
         levels = min(like.levels, max(1, nodes))
         if not isinstance(like, FusedShape):
             return self._with(TreeShape(levels, like.topk, nodes))
-        if nodes > (most := like.head_pool + MAX_REACH):
+        if nodes > (most := like.head_pool + MAX_DEPTH):
             raise FasteagleError(f"its trees have at most {most} nodes")
         reach = max(like.reach, nodes - like.head_pool)
         return self._with(FusedShape(levels, like.topk, nodes, reach))

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fasteagle.shapes import MAX_REACH
+from fasteagle.shapes import MAX_DEPTH
 
 NOTHING = -1  # in place of a token: there is none
 OUTSIDE = -2  # in place of a token before the first one: nothing equals it
@@ -166,14 +166,14 @@ class Lookup:
     """Lookup in the text and a corpus, with a table of how often copied tokens are accepted.
 
     `table` [2, CLASSES, CLASSES] counts tokens that were tried and that were accepted, by match
-    size and depth. `last` [4 + MAX_REACH] is the last proposal: the slot of its root, the root, the
+    size and depth. `last` [4 + MAX_DEPTH] is the last proposal: the slot of its root, the root, the
     match's size, the number of its tokens, and its tokens.
     """
 
     def __init__(self, corpus: Corpus | None = None, device: torch.device | str = "cpu") -> None:
         self.corpus = corpus
         self.table = prior().to(device)
-        self.last = torch.zeros(4 + MAX_REACH, dtype=torch.long, device=device)
+        self.last = torch.zeros(4 + MAX_DEPTH, dtype=torch.long, device=device)
 
     @property
     def tensors(self) -> list[Tensor]:

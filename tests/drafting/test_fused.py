@@ -12,7 +12,7 @@ from fasteagle.drafting.lookup import NOTHING, Corpus, Lookup
 from fasteagle.errors import FasteagleError
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import SamplingMode
-from fasteagle.shapes import MAX_REACH, FusedShape, GatedChain, TreeShape, shape_of
+from fasteagle.shapes import MAX_DEPTH, FusedShape, GatedChain, TreeShape, shape_of
 from fasteagle.state import CycleSpec
 from fasteagle.tree import HEAD, LOOKUP, Pool, ancestor_mask, fuse, rerank
 from helpers import (
@@ -95,9 +95,9 @@ def test_ties_keep_parents_before_children():
 def test_trees_of_more_nodes_than_both_sources_yield_are_refused():
     head = random_head(random_target(tiny_config()))
     drafter = fused_drafter(head, FusedShape(2, 2, 5, 4))
-    assert drafter.resized(6 + MAX_REACH).shape.reach == MAX_REACH
+    assert drafter.resized(6 + MAX_DEPTH).shape.reach == MAX_DEPTH
     with pytest.raises(FasteagleError, match="its trees have at most 69 nodes"):
-        drafter.resized(7 + MAX_REACH)
+        drafter.resized(7 + MAX_DEPTH)
 
 
 def test_the_lookup_alone():

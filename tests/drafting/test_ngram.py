@@ -19,7 +19,7 @@ from fasteagle.drafting.lookup import (
 )
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.sampling import SamplingMode
-from fasteagle.shapes import MAX_REACH
+from fasteagle.shapes import MAX_DEPTH
 from fasteagle.state import CycleSpec
 from helpers import empty_state, pairs, propose, random_target, tiny_config
 
@@ -95,7 +95,7 @@ def test_a_corpus_ends_where_its_document_ends():
     # No match goes on from one document into the one before it.
     assert as_list(corpus.find(*in_buffer([3, 4]), 4)) == (1, [5])
     assert as_list(corpus.find(*in_buffer([9]), 4)) == (0, [])
-    assert as_list(corpus.find(*in_buffer([1]), MAX_REACH)) == (1, [2, 3])
+    assert as_list(corpus.find(*in_buffer([1]), MAX_DEPTH)) == (1, [2, 3])
     # Nothing matches, and a token follows the last of the places that are compared.
     assert as_list(Corpus([[5] * WINDOW + [1]], "cpu").find(*in_buffer([9]), 4)) == (0, [])
 
