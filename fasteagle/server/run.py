@@ -12,7 +12,7 @@ from types import FrameType
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from fasteagle.errors import FasteagleError
+from fasteagle.errors import LONGEST_SHOWN, FasteagleError, cut
 from fasteagle.options import ServeOptions
 from fasteagle.server.app import Server
 from fasteagle.server.guard import is_loopback
@@ -60,6 +60,10 @@ def listen(options: ServeOptions) -> socket.socket:
         listener.listen(BACKLOG)  # another server on this port is refused from here on
     except socket.gaierror as error:
         raise FasteagleError(f"--host {host}: {error.strerror}") from error
+    except UnicodeError as error:  # a part between dots that is empty or longer than names are
+        raise FasteagleError(
+            f"--host {cut(host, LONGEST_SHOWN)}: no host has such a name"
+        ) from error
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise FasteagleError(

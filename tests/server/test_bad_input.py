@@ -349,9 +349,10 @@ def test_two_servers_on_one_port(live):
         run.listen(ServeOptions(port=live.port))
 
 
-def test_hosts_that_do_not_exist():
-    with pytest.raises(FasteagleError, match="--host no.such.host.invalid"):
-        run.listen(ServeOptions(host="no.such.host.invalid"))
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "a..b", "x" * 300])
+def test_hosts_that_do_not_exist(host):
+    with pytest.raises(FasteagleError, match=f"--host {host[:100]}"):
+        run.listen(ServeOptions(host=host))
 
 
 def test_other_machines_need_a_key():
