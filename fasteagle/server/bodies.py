@@ -78,8 +78,8 @@ async def whole_body(request: Request, most: int) -> bytes:
 
     `most` bytes may come; what is left is not read. Raises `CancelledError` if the client leaves.
     """
-    coding = request.headers.get("content-encoding", "identity")
-    if coding != "identity":
+    coding = request.headers.get("content-encoding", "")
+    if coding.lower() not in ("", "identity"):
         text = f"Content-Encoding {shown(coding)} is not read here: send the body as it is"
         raise HTTPException(415, text, CLOSE)
     too_large = HTTPException(413, f"the body is larger than {most:,} bytes: see --max-body", CLOSE)
