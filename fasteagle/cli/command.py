@@ -89,6 +89,10 @@ def _in_one_line() -> Iterator[None]:
             raise UserError(
                 "a file has reached the limit of sizes here: raise it (ulimit -f)"
             ) from error
+        if error.errno == errno.ENOENT and "No usable temporary directory" in str(error):
+            raise UserError(
+                f"{error.strerror}: set TMPDIR to a folder that can be written"
+            ) from error
         if error.errno == errno.EPIPE:  # the reader of a pipe has left
             sys.stderr.close()
             sys.exit(1)

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 
@@ -103,6 +104,15 @@ def test_a_cache_that_cannot_be_written_costs_one_line(tiny_dir, tmp_path, monke
     done = invoke("chat", "--model", tiny_dir, "-p", "hi", *options)
     assert done.exit_code == 0, done.stderr
     assert done.stderr.count("warning: nothing is kept for the next start: cannot write") == 1
+
+
+def test_no_place_for_temporary_files_costs_one_line(tiny_dir, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/1")
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc/1"])
+    done = invoke("chat", "--model", tiny_dir, "-p", "hi")
+    assert done.exit_code == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert "['/proc/1']: set TMPDIR to a folder that can be written" in done.stderr
 
 
 def test_a_folder_without_a_template_is_told(tiny_dir, tmp_path):
