@@ -85,7 +85,9 @@ def names(known: Sequence[str]) -> Callable[[click.Context, click.Parameter, str
     show_default=True,
     help="Precision of sums within a group, in our kernels.",
 )
-@click.option("--repeats", default=20, show_default=True, help="Timed runs of each.")
+@click.option(
+    "--repeats", default=20, show_default=True, type=click.IntRange(1), help="Timed runs of each."
+)
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
 @click.option("--json", "json_path", type=FILE, help="Write the full record here.")
 @click.option("--md", is_flag=True, help="Print the table in Markdown.")

@@ -53,7 +53,9 @@ Event = tuple[str, float, float]  # a kernel, copy or fill: name, begin and end 
 @click.option(
     "--passes", default="1,16,32", show_default=True, type=Numbers(least=1), help="Rows per pass."
 )
-@click.option("--cycles", default=16, show_default=True, help="Cycles to profile.")
+@click.option(
+    "--cycles", default=16, show_default=True, type=click.IntRange(1), help="Cycles to profile."
+)
 @click.option("--compile/--no-compile", "compile_", default=True, show_default=True)
 @click.option("--json", "json_path", type=FILE)
 def main(

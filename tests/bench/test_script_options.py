@@ -13,11 +13,13 @@ from fasteagle.cli.command import UserPath
 from helpers import invoke
 
 REFUSED = [
+    ("bench_kernels", "--repeats 0", "'--repeats': 0 is not in the range x>=1"),
     ("long_prompts", "--out x --count 0", "'--count': 0 is not in the range x>=1"),
     ("long_prompts", "--out x --tokens 0", "'--tokens': 0 is not in the range x>=1"),
     ("long_prompts", "--out /proc/x --model none", "cannot write /proc/x"),
     ("pass_table", "--model none --rows 4,0", "'--rows': 0 is out of range: use >= 1"),
     ("compare_passes", ". --rows 4,0", "'--rows': 0 is out of range: use >= 1"),
+    ("profile_cycle", "--cycles 0", "'--cycles': 0 is not in the range x>=1"),
     ("profile_cycle", "--passes 4,0", "'--passes': 0 is out of range: use >= 1"),
     ("train_medusa", "--data none --out x --epochs 0", "'--epochs': 0 is not in the range x>=1"),
     ("train_medusa", "--data none --out x --lr nan", "lr nan is out of range: use > 0 and <= 1"),
