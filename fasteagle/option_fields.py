@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import numbers
 import operator
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -96,6 +97,8 @@ def check_host_names(name: str, hosts: Sequence[str]) -> None:
         alone = host.count(":") != 1 and not set(host) & set("/[]")  # an IPv6 address has more
         require(alone, f"{name} {host!r}: use the name without a port, as example.org")
         require([host] == host.split(), f"{name} {host!r} has spaces: repeat it for each name")
+        fix = "use letters, digits, dots and hyphens: no patterns, others as xn--..."
+        require(bool(re.fullmatch(r"[\w.:-]+", host, re.ASCII)), f"{name} {shown(host)}: {fix}")
 
 
 def require(ok: bool, message: str) -> None:

@@ -16,6 +16,7 @@ from fasteagle.option_fields import check, check_host_names, option, require
 from fasteagle.shapes import MAX_DEPTH, MOST_NODES, FusedShape, TreeShape, head_pool
 
 DEFAULT_MODEL = "smollm2-135m"
+ORIGIN = r"https?://([\w.-]+|\[[\da-fA-F:.]+\])(:\d+)?"  # as browsers write it
 DTYPES = ("bf16", "fp16", "fp32")
 
 
@@ -387,7 +388,7 @@ class ServeOptions:
         require(self.host != "", "host '' is empty: give an address, as 127.0.0.1")
         check_host_names("allow-host", self.allow_host)
         for origin in self.allow_origin:
-            plain = bool(re.fullmatch("https?://[^/]+", str(origin)))
+            plain = bool(re.fullmatch(ORIGIN, str(origin), re.ASCII))
             require(plain, f"allow-origin {origin!r}: use scheme and host, as https://example.org")
 
 
