@@ -222,7 +222,9 @@ class Planner:
         """Return the `n` answers to each prompt, which differ in their seeds."""
         n, most = 1 if body.n is None else body.n, self._llm.answers.size
         if not 1 <= n <= most:
-            raise BadParameterError("n", f"{n} is out of range: use 1 .. {most}, see --parallel")
+            raise BadParameterError(
+                "n", f"{shown(n)} is out of range: use 1 .. {most}, see --parallel"
+            )
         engine = self._llm.engine
         field = "messages" if isinstance(body, ChatRequest) else "prompt"
         for i, prompt in enumerate(prompts):
@@ -301,7 +303,8 @@ class Planner:
         elif wanted_form is not None and wanted_form.type == "json_schema":
             if wanted_form.json_schema is None:
                 raise BadParameterError("response_format", "json_schema is missing")
-            default = GrammarSpec("json_schema", json.dumps(wanted_form.json_schema.schema_))
+            with of_parameter("response_format"):
+                default = GrammarSpec("json_schema", json.dumps(wanted_form.json_schema.schema_))
         spec = _form(body, default)
         if form is None:
             return spec, spec is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import httpx
 import pytest
 from live_server import QWEN, SHORT, WEATHER
@@ -71,6 +73,13 @@ def test_a_form_of_a_request_replaces_that_of_the_server(plan, more, kind):
 def test_two_forms_of_a_request_contradict_each_other(plan, more, param):
     with pytest.raises(FasteagleError, match=f"{param}: contradicts"):
         plan(template=QWEN, guided_regex="a", **more)
+
+
+def test_numbers_that_json_has_not_are_in_no_form(plan):
+    schema = {"type": "number", "maximum": math.inf}
+    form = {"type": "json_schema", "json_schema": {"schema": schema}}
+    with pytest.raises(FasteagleError, match="response_format: json_schema is not JSON"):
+        plan(response_format=form)
 
 
 def test_seeds_of_several_answers_go_round(plan):

@@ -27,6 +27,7 @@ CUT = "x" * 100 + " ..."
         ("/v1/completions", {"prompt": ""}, "prompt", None),
         ("/v1/chat/completions", {"x" * 10**6: 1}, CUT, None),
         ("/v1/chat/completions", {"": 1}, "", None),
+        ("/v1/completions", {"prompt": "a", "n": 10**2000}, "n", None),
         ("/v1/completions", {"prompt": "a", "model": "gpt-5"}, None, "model_not_found"),
         ("/v1/completions", {"prompt": "a", "model": "x" * 10**6}, None, "model_not_found"),
     ],
