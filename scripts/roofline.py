@@ -50,10 +50,36 @@ LIMITS = (
 COUNTS = (1, 8, 16, 32, 64)  # rows of the table of products
 
 
+def names(_: click.Context, option: click.Parameter, text: str | None) -> tuple[str, ...] | None:
+    """Return the names in the comma list of an option, at least one."""
+    if text is None:
+        return None
+    if not comma_list(text):  # as of a shell's variable that is not set
+        raise click.BadParameter(f"{text!r} is empty: give one, or several as A,B")
+    return comma_list(text)
+
+
 @click.command(cls=Script, help=__doc__)
-@click.option("--model", default=DEFAULT_MODEL, help="Comma list: registry name, folder or file.")
-@click.option("--device", default="3090", show_default=True, help=f"GPU: {', '.join(DEVICES)}.")
-@click.option("--precision", default="int4", show_default=True, help="Comma list: int4, int8 ...")
+@click.option(
+    "--model",
+    default=DEFAULT_MODEL,
+    callback=names,
+    help="Comma list: registry name, folder or file.",
+)
+@click.option(
+    "--device",
+    default="3090",
+    show_default=True,
+    callback=names,
+    help=f"GPU: {', '.join(DEVICES)}.",
+)
+@click.option(
+    "--precision",
+    default="int4",
+    show_default=True,
+    callback=names,
+    help="Comma list: int4, int8 ...",
+)
 @click.option("--batch", default="1", type=Numbers(least=1), help="Comma list: texts per pass.")
 @click.option("--context", default=1024, show_default=True, type=click.IntRange(0))
 @click.option("--tau", default=2.3, show_default=True, help="Tokens per cycle of rows that draft.")
@@ -62,11 +88,11 @@ COUNTS = (1, 8, 16, 32, 64)  # rows of the table of products
 @click.option("--tree-nodes", default=15, show_default=True)
 @click.option("--fp16-accumulate", is_flag=True, help="Predict for fp16 accumulation.")
 @click.option("--terms", is_flag=True, help="Print the time of each part of a cycle.")
-@click.option("--rows", help="Comma list: print bounds of these rows only.")
+@click.option("--rows", callback=names, help="Comma list: print bounds of these rows only.")
 def main(
-    model: str,
-    device: str,
-    precision: str,
+    model: tuple[str, ...],
+    device: tuple[str, ...],
+    precision: tuple[str, ...],
     batch: tuple[int, ...],
     context: int,
     tau: float,
@@ -75,15 +101,14 @@ def main(
     tree_nodes: int,
     fp16_accumulate: bool,
     terms: bool,
-    rows: str | None,
+    rows: tuple[str, ...] | None,
 ) -> None:
     if terms and rows:
         raise FasteagleError("each prints tables of its own: give one of --terms, --rows")
-    lists = comma_list(model), comma_list(device), comma_list(precision), batch
-    cases = [Case.of(*names, context) for names in itertools.product(*lists)]
+    cases = [Case.of(*of, context) for of in itertools.product(model, device, precision, batch)]
     if rows:
         draft = DraftOptions(tree_depth=tree_depth, tree_topk=tree_topk, tree_nodes=tree_nodes)
-        print_limits(cases, parse_rows(comma_list(rows), draft), draft, tau, fp16_accumulate)
+        print_limits(cases, parse_rows(rows, draft), draft, tau, fp16_accumulate)
         return
     tree = TreeShape(tree_depth, tree_topk, tree_nodes)
     check_tau(tau, RowSpec.parse("eagle"), tree)

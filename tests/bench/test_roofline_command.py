@@ -123,6 +123,9 @@ def test_batches_with_what_fits_the_card():
         (["--precision", "int4,fp32"], "fp32: cycles are predicted in 16 bits and below: use"),
         (["--precision", "int4-lm4"], "int4-lm4: cycles are predicted with an int8 LM head: leave"),
         (["--precision", "int3"], "quantization 'int3': 3 bits have no kernel"),
+        (["--model", ""], "'--model': '' is empty: give one, or several as A,B"),
+        (["--precision", ","], "'--precision': ',' is empty: give one, or several as A,B"),
+        (["--rows", ""], "'--rows': '' is empty: give one, or several as A,B"),
         (["--model", "lama"], "unknown preset 'lama'"),
     ],
 )
