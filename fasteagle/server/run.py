@@ -8,11 +8,12 @@ import math
 import socket
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from fasteagle.errors import LONGEST_SHOWN, FasteagleError, cut
+from fasteagle.errors import LONGEST_SHOWN, FasteagleError, cut, note
 from fasteagle.options import ServeOptions
 from fasteagle.server.app import Server
 from fasteagle.server.guard import is_loopback
@@ -23,6 +24,8 @@ BACKLOG = 256
 # loopback (64 KiB) waits 40 ms for each acknowledgement: 2 MB/s.
 SEND_BYTES = 2**16
 WRITE_SECONDS = 30.0  # for a client to take what was sent, once the buffers are full
+LACKS_HANDLES = (errno.EMFILE, errno.ENFILE)
+SILENCE = 60.0  # seconds between two lines about a lack of file handles
 PATIENCE = 1.0  # seconds for connections to close after the second signal
 
 
@@ -147,11 +150,22 @@ class GracefulServer(uvicorn.Server):
     ) -> None:
         super().__init__(config)
         self._server, self._say, self._ready = server, say, ready
+        self._silent_until = 0.0  # on the event loop's clock
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(self._tell)
         await super().startup(sockets)
         self._ready()
+
+    def _tell(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Tell in one line that no connection can be accepted, which asyncio tries again."""
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in LACKS_HANDLES:
+            loop.default_exception_handler(context)
+        elif loop.time() >= self._silent_until:
+            self._silent_until = loop.time() + SILENCE
+            note("error: connections wait for want of open files: raise the limit (ulimit -n)")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:

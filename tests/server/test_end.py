@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import errno
 import gc
 import resource
 import signal
@@ -52,6 +53,23 @@ def test_an_answer_that_breaks_spoils_nothing(live, monkeypatch):
     assert reply.status_code == 200 and "planted" not in reply.text
     assert "has made a mistake" in reply.text and "[DONE]" not in reply.text
     assert httpx.post(live.url + CHAT, json=SHORT).status_code == 200
+
+
+def test_a_lack_of_file_handles_is_one_line_and_ends(loaded, monkeypatch, capfd):
+    """Of asyncio it is a traceback for each try, hundreds a second."""
+    monkeypatch.setattr(asyncio.constants, "ACCEPT_RETRY_DELAY", 0.01)
+    plain, left = socket.socket.accept, [errno.EMFILE] * 3
+
+    def accept(listener):
+        if left:
+            raise OSError(left.pop(), "Too many open files")
+        return plain(listener)
+
+    with serving(loaded) as served:
+        monkeypatch.setattr(socket.socket, "accept", accept)
+        assert httpx.get(f"{served.url}/health").status_code == 200 and not left
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "open files: raise the limit (ulimit -n)" in line
 
 
 def test_the_end_of_a_server_finishes_the_running_answers(live, loaded, slow):
