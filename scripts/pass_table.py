@@ -29,6 +29,10 @@ BLOCK, WARM = 40, 10  # passes of equal rows in a row, of which the first are no
 @click.option("--rows", default="1,2,3,4,5,6,8,12,16", show_default=True, type=Numbers(least=1))
 def main(model: str, runtime_options: RuntimeOptions, rows: tuple[int, ...]) -> None:
     engine = open_model(model, runtime_options).loaded(runtime_options).engine
+    if engine.backend.name != "cpu":
+        raise FasteagleError(
+            f"{engine.backend.describe()}: its parts are not timed: use --int4 or --int8, on a CPU"
+        )
     phases = torch.ops.fasteagle_cpu.phases
     measurement = Measurement(engine, None)
     table: dict[str, list[float]] = {"pass": []}

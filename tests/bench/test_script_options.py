@@ -38,6 +38,12 @@ def test_refused_at_once(name, words, message, tmp_path, monkeypatch):
     assert done.stderr.count("\n") == 1
 
 
+def test_parts_of_passes_are_those_of_our_kernels(tiny_dir):
+    options = ["--model", tiny_dir, "--precision", "fp32", "--device", "cpu"]
+    done = invoke(*options, main=importlib.import_module("pass_table").main)
+    assert done.exit_code == 2 and "backend eager: its parts are not timed" in done.stderr
+
+
 def test_home_in_every_path_that_no_shell_has_expanded():
     """Options of all commands and scripts."""
     scripts = (Path(__file__).parents[2] / "scripts").glob("*.py")
