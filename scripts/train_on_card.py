@@ -196,7 +196,9 @@ def train(
 @click.option("--measure-on", type=FILE, required=True)
 @click.option("--recipes", type=FILE, required=True)
 @click.option("--write-seconds", default=120.0, show_default=True)
-@click.option("--slots", default=1024, show_default=True, help="Texts at once.")
+@click.option(
+    "--slots", default=1024, show_default=True, type=click.IntRange(1), help="Texts at once."
+)
 @click.option("--length", default=704, show_default=True, help="Tokens of the longest text.")
 @click.option("--answer-tokens", default=256, show_default=True)
 @click.option("--feature-gib", default=40.0, show_default=True, help="GPU GiB for features.")

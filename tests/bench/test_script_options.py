@@ -12,6 +12,7 @@ from fasteagle.cli import main as cli
 from fasteagle.cli.command import UserPath
 from helpers import invoke
 
+CARD = "--measure-on none --recipes none --out x"
 REFUSED = [
     ("bench_kernels", "--repeats 0", "'--repeats': 0 is not in the range x>=1"),
     ("long_prompts", "--out x --count 0", "'--count': 0 is not in the range x>=1"),
@@ -23,6 +24,7 @@ REFUSED = [
     ("profile_cycle", "--passes 4,0", "'--passes': 0 is out of range: use >= 1"),
     ("train_medusa", "--data none --out x --epochs 0", "'--epochs': 0 is not in the range x>=1"),
     ("train_medusa", "--data none --out x --lr nan", "lr nan is out of range: use > 0 and <= 1"),
+    ("train_on_card", f"{CARD} --slots 0", "'--slots': 0 is not in the range x>=1"),
     ("head_prompts", "--out x --count 0", "'--count': 0 is not in the range x>=1"),
     ("head_prompts", "--out /proc/x --seeds none", "cannot write /proc/x"),
 ]
