@@ -161,6 +161,10 @@ BAD = [
     (E3, "eagle", {"aux_norm": "all"}, "over all auxiliary layers: export it --to speculators or"),
     (E3, "specforge", {"norm_before_residual": True}, "begins normed: export it --to speculators"),
     (E3, "specforge", {"aux_layers": (0, 3, 6)}, "layer before all: export it --to specul"),
+    (E3, "specforge", {"block": {"qk_norm": True}}, "norms of q and k: export it --to speculators"),
+    (E3, "eagle", {"block": {"head_dim": 16}}, "a head_dim other than width / heads: export it"),
+    (E3, "eagle", {"block": {"rope_scaling": LLAMA3}}, "llama3 RoPE scaling: export it --to specf"),
+    (E3, "speculators", {"target_dim": 64}, "a width other than the target's: export it --to eagl"),
     (E3, "gguf", {"aux_layers": (1, 2, 4, 6)}, "than 3 auxiliary layers: export it --to specforge"),
     (E3, "gguf", {"block": {"sliding_window": 64}}, "a sliding window: export it --to speculators"),
     (E3, "gguf", {"aux_norm": "each", "norm_output": True}, "each auxiliary layer; a normed next"),
@@ -199,8 +203,10 @@ def test_without_a_model(tmp_path):
             export_head(source, to, tmp_path / "more")
     raw = json.loads((tmp_path / "out" / "config.json").read_text())
     (tmp_path / "out" / "config.json").write_text(json.dumps({**raw, "eagle_config": {}}))
+    unsaid = open_head(tmp_path / "out")
+    assert unsaid.dialect == "SpecForge / SGLang EAGLE-3"  # by its architecture
     with pytest.raises(FasteagleError, match="do not say the auxiliary layers, .*: add --model"):
-        export_head(open_head(tmp_path / "out"), "specforge", tmp_path / "more")
+        export_head(unsaid, "specforge", tmp_path / "more")
     assert not (tmp_path / "more").exists()
     raw["max_position_embeddings"] = 2**22  # of which an engine would make a table
     (tmp_path / "out" / "config.json").write_text(json.dumps(raw))

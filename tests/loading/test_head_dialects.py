@@ -71,6 +71,23 @@ def test_folders_without_whole_weights(target, tmp_path):
         load_head(tmp_path, CONFIG)
 
 
+def test_a_method_that_does_not_run_is_named_before_weights_are_missed(tmp_path):
+    """Medusa's lie in files of other names."""
+    (tmp_path / "config.json").write_text('{"medusa_num_heads": 4}')
+    with pytest.raises(FasteagleError, match="Medusa heads, which fasteagle does not run"):
+        open_head(tmp_path)
+
+
+def test_biases_that_only_the_tensors_tell(target, tmp_path):
+    raw, state = DIALECTS["official EAGLE-1/2"](random_head(target, qkv_bias=True))
+    del raw["qkv_bias"]
+    loaded, _ = load_head(write_folder(tmp_path, raw, state), CONFIG)
+    assert torch.equal(official_state(loaded)[K_BIAS], state[K_BIAS])
+
+
+K_BIAS = "layers.0.self_attn.k_proj.bias"
+
+
 def test_frequent_list_is_a_draft_vocabulary(target, tmp_path):
     head = random_head(target)
     write_folder(tmp_path, *DIALECTS["official EAGLE-1/2"](head))
@@ -100,6 +117,29 @@ def test_rope_by_kind_of_layer_and_prefixed_names(target, tmp_path):
     config = load_head(tmp_path, CONFIG)[0].config
     assert (config.block.rope_base, config.block.rope_linear_factor) == (3e4, 2.0)
     assert config.eagle3.norm_before_residual is False
+
+
+def test_norms_of_auxiliary_layers_under_another_name(target, tmp_path):
+    dialect = "SpecForge / SGLang EAGLE-3"
+    head = head_for(target, dialect, aux_norm="each", norm_output=True)
+    raw, state = DIALECTS[dialect](head)
+    renamed = {name.replace("fc_norm.", "fcs."): tensor for name, tensor in state.items()}
+    loaded, _ = load_head(write_folder(tmp_path, raw, renamed), CONFIG)
+    assert renamed.keys() != state.keys()
+    assert torch.equal(loaded.aux_norms[1].weight, head.aux_norms[1].weight)
+
+
+def test_a_key_without_a_value_is_no_mark_of_a_dialect(target, tmp_path):
+    dialect = "SpecForge / SGLang EAGLE-3"
+    raw, state = DIALECTS[dialect](head_for(target, dialect, aux_layers=(1, 4, 7)))
+    raw |= {"eagle_aux_hidden_state_layer_ids": None, "tap_layers": {}}
+    assert open_head(write_folder(tmp_path, raw, state)).aux_layers == (1, 4, 7)
+
+
+def test_the_target_of_a_head_of_another_width(target, tmp_path):
+    raw, state = DIALECTS["official EAGLE-3"](head_for(target, "official EAGLE-3"))
+    raw |= {"hidden_size": 64, "target_hidden_size": 32}
+    assert open_head(write_folder(tmp_path, raw, state)).likely_target().dim == 32
 
 
 def test_aux_layers_by_option(target, tmp_path):
@@ -185,6 +225,7 @@ BAD = [
     *((name, changed("fc.weight", torch.t), r"fc.weight is .*, expected ") for name in DIALECTS),
     *((name, changed("fc.weight", torch.Tensor.char), "is int8, expected 16") for name in DIALECTS),
     (E1, changed("fc.weight", lambda w: w.to(torch.float8_e5m2)), "float8_e5m2, expected 16"),
+    (E3, changed("fc.weight", torch.flatten), r"fc.weight is \(3072,\), expected \(32, 96\)"),
     *((name, dropped("norm.weight"), "missing norm.weight") for name in NAMES),
     *((name, dropped("d2t"), "missing d2t: fetch") for name in NAMES),
     (E1, dropped("fc.bias"), "missing fc.bias"),
@@ -206,6 +247,7 @@ BAD = [
     (E3, lambda r, s: (s.pop("t2d"), s["d2t"].add_(40)), "ascending ids below 60, .*: fetch"),
     (E3, lambda r, s: (s.pop("t2d"), s["d2t"][-1:].fill_(61 - len(s["d2t"]))), "ids below 60"),
     (E3, lambda r, s: (s.pop("t2d"), s["d2t"].copy_(s["d2t"].flip(0))), "ascending ids below 60"),
+    (E3, lambda r, s: (s.pop("t2d"), s["d2t"][:1].fill_(-1)), "ascending ids below 60"),
     (E1, said(vocab_size=61), "for a vocabulary of 61, the model has 60: .*no-spec"),
     (SP, said(target_hidden_size=64), "for a width of 64, the model has 32"),
     (SP, said(transformer_layer_config=None), "config.json"),
@@ -215,14 +257,22 @@ BAD = [
     (E3, changed("t2d", lambda t2d: t2d.to(torch.uint16)), None),
     (E1, put("d2t", torch.tensor(3)), r"d2t is \(\), expected \(1,\): fetch"),
     (E1, put("d2t", torch.zeros(0, dtype=torch.int64)), "d2t does not list ascending ids"),
+    (E1, put("draft_id_to_target_id", torch.zeros(0).long()), "d2t does not list ascending ids"),
     (E1, said(draft_vocab_size=30), "missing d2t"),
     (E1, said(draft_vocab_size=60), None),
     (E3, changed("d2t", lambda d2t: d2t[0]), "d2t and t2d do not agree"),
     (E3, renamed("d2t", "draft_id_to_target_id"), None),
     (SP, renamed("d2t", "draft_id_to_target_id"), None),
+    (SP, said(architectures=["LlamaForCausalLM"], speculators_model_type=None), None),
     (E3, changed("d2t", lambda d2t: d2t[:0]), "d2t and t2d do not agree"),
     (E1, said(shifted=False), f"shifted is false\\), {OTHERS}"),
     (E1, changed("fc.weight", lambda w: w * torch.nan), "fc.weight holds NaN or inf: fetch"),
+    # What training leaves, and tables that are computed.
+    (E1, put("lm_head.weight", torch.ones(60, 32)), None),
+    (SP, put("verifier_lm_head.weight", torch.ones(60, 32)), None),
+    (E3, put("midlayer.self_attn.rotary_emb.inv_freq", torch.ones(4)), None),
+    # Finite, although its sum is beyond what fp16 holds.
+    (E3, changed("norm.weight", lambda w: torch.full_like(w, 3e3).half()), None),
     # Biases that are said and missing.
     (E1, said(qkv_bias=True), "missing layers.0.self_attn.k_proj.bias"),
     (E1, said(qkv_bias="yes"), 'qkv_bias is "yes": must be true or false'),
@@ -237,6 +287,7 @@ BAD = [
     *((name, said(rope_scaling=YARN), "RoPE scaling 'yarn' is not") for name in (E1, E3, SF, NV)),
     (SP, lambda r, s: r["transformer_layer_config"].update(rope_parameters=YARN), "'yarn' is not"),
     (SF, said(parallel_drafting=True), rf"\(P-EAGLE, .* in place of features\), {OTHERS}"),
+    (SF, said(parallel_drafting=False), None),
     (SP, put("mask_hidden", torch.ones(1)), "P-EAGLE, which needs one pass of the draft head for"),
     (SP, said(architectures=["DFlashDraftModel"]), rf"\(DFlash, .* of every layer\), {OTHERS}"),
     (E3, said(dflash_config={}), "DFlash, which needs a block of mask tokens"),
@@ -244,6 +295,10 @@ BAD = [
     (E1, said(medusa_num_heads=4), f"Medusa heads, {OTHERS}"),
     (SF, put("midlayer.self_attn.kv_a_proj_with_mqa.weight", torch.ones(2)), rf"MLA\), {OTHERS}"),
     (SP, put("layers.1.mlp.up_proj.weight", torch.ones(2)), "more than one decoder layer"),
+    (E1, put("layers.0.mlp.experts.0.up_proj.weight", torch.ones(2)), "mixture of experts, which"),
+    (E1, put("embed_layernorm.weight", torch.ones(2)), "norms of HASS variants, which"),
+    (E1, put("fusion_fc.weight", torch.ones(2)), "EAGLE-1 form that speculators has given up, wh"),
+    (E1, said(model_type="mlp_speculator"), "an MLP speculator, which"),
     (NV, lambda r, s: r["eagle_config"].update(use_aux_hidden_state=False), "no auxiliary feat"),
 ]
 
@@ -268,5 +323,6 @@ def test_full_vocabulary_with_a_map_of_zeros(target, tmp_path):
     head = random_head(target, eagle3=own)
     raw, state = DIALECTS["official EAGLE-3"](head)
     zeros = {"d2t": torch.zeros(60, dtype=torch.int64), "t2d": torch.zeros(60, dtype=torch.bool)}
-    write_folder(tmp_path, raw | {"draft_vocab_size": 60}, state | zeros)
-    assert load_head(tmp_path, CONFIG)[0].target_ids().tolist() == list(range(60))
+    for size in (60, None):
+        write_folder(tmp_path, raw | {"draft_vocab_size": size}, state | zeros)
+        assert load_head(tmp_path, CONFIG)[0].target_ids().tolist() == list(range(60))

@@ -87,7 +87,8 @@ def test_every_dialect_without_a_model(tmp_path, dialect):
 def test_facts_of_rope_and_window(tmp_path, changes, expected):
     head = random_head(random_target(TARGET), DRAFT_IDS, **changes)
     save_head(tmp_path, head, {}, torch.float16)
-    _, facts, _ = run(tmp_path)
+    verdict, facts, _ = run(tmp_path)
+    assert verdict.startswith("EAGLE-1/2 head (fasteagle), give")
     assert facts["RoPE"] == f"base 500,000, {expected}"
     window = "2,048 keys" if "sliding_window" in changes else None
     assert facts.get("sliding window") == window

@@ -331,7 +331,7 @@ def _described(name: str, raw: Raw, state: State, header: Header | None) -> Head
         ids = set(target_ids(d2t).tolist())
         if t2d is not None and ids != set(t2d.bool().nonzero().flatten().tolist()):
             raise FasteagleError(f"{name}: d2t and t2d do not agree: fetch the head again")
-    layout = tables.eagle3_dialect(raw, has_header=header is not None)
+    layout = tables.eagle3_dialect(raw)
     layers = tables.dotted(raw).get(layout.layers) or None  # speculators writes [] as its default
     if layers is not None:
         if not (isinstance(layers, list) and all(type(i) is int for i in layers)):

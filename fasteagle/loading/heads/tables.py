@@ -151,12 +151,10 @@ EAGLE3_DIALECTS = (
 )
 
 
-def eagle3_dialect(raw: Raw, has_header: bool) -> Dialect:
-    """Return the dialect of an EAGLE-3 head; those with a header are ours."""
+def eagle3_dialect(raw: Raw) -> Dialect:
+    """Return the dialect of an EAGLE-3 head."""
     marks = {key for key, value in dotted(raw).items() if value not in (None, {})}
     marks |= set(raw.get("architectures") or [])
-    if has_header:
-        return EAGLE3_DIALECTS[0]
     return next((d for d in EAGLE3_DIALECTS if marks & set(d.marks)), EAGLE3_DIALECTS[-1])
 
 

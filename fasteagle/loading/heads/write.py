@@ -152,12 +152,8 @@ def unsayable(config: HeadConfig, target: ModelConfig, layout: str) -> list[str]
         traits |= {
             "a width other than the target's": other_width and layout == "speculators",
             "auxiliary layers other than 2, L // 2, L - 3": not usual and official,
-            "other than 3 auxiliary layers": (
-                len(own.aux_layers) != 3 and layout in ("eagle", "gguf")
-            ),
-            "an auxiliary layer before all": (
-                own.aux_layers[0] == 0 and layout in ("eagle", "specforge")
-            ),
+            "other than 3 auxiliary layers": len(own.aux_layers) != 3 and layout == "gguf",
+            "an auxiliary layer before all": own.aux_layers[0] == 0 and layout == "specforge",
         }
     return [trait for trait, applies in traits.items() if applies]
 
