@@ -94,7 +94,10 @@ def test_eagle3_goes_out_and_comes_back(target, tmp_path, to, changes):
     shift = {"specforge": 1, "speculators": 0}  # an engine names the blocks' outputs
     assert to == "eagle" or tuple(i + shift[to] for i in named) == head.config.aux_layers
     state = load_file(tmp_path / "out" / "model.safetensors")
-    assert state["fc.weight"].dtype == dtype
+    assert state["fc.weight"].dtype == dtype and str(dtype) == f"torch.{raw['torch_dtype']}"
+    assert ("layers.0.hidden_norm.weight" in state) == (to == "speculators")
+    assert to != "eagle" or ("target_hidden_size" in raw) == ("own_embedding" in changes)
+    assert head.config.block.rope_linear_factor == 1 or raw["rope_scaling"]["type"] == "linear"
     assert state["t2d"].nonzero().flatten().tolist() == head.target_ids().tolist()
     dialect = open_head(tmp_path / "out").dialect.lower()
     assert ("official" if to == "eagle" else to) in dialect
@@ -218,6 +221,15 @@ def test_without_a_model(tmp_path):
         export_head(open_head(tmp_path / "out"), "specforge", tmp_path / "more")
 
 
+def test_the_official_layout_needs_no_length(tmp_path):
+    saved(tmp_path / "ours", E1)
+    raw = json.loads((tmp_path / "ours" / "config.json").read_text())
+    del raw["max_position_embeddings"]
+    (tmp_path / "ours" / "config.json").write_text(json.dumps(raw))
+    export_head(open_head(tmp_path / "ours"), "eagle", tmp_path / "out")
+    assert "max_position_embeddings" not in (tmp_path / "out" / "config.json").read_text()
+
+
 # The command
 
 
@@ -228,7 +240,8 @@ def test_command(target_dir, tmp_path):
     assert result.exit_code == 0, result.stderr
     assert result.stdout == "" and "EAGLE-3 head (fasteagle) written to" in result.stderr
     raw = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert raw["speculators_config"]["verifier"]["name_or_path"] == str(target_dir)
+    verifier = {"name_or_path": str(target_dir), "architectures": ["LlamaForCausalLM"]}
+    assert raw["speculators_config"]["verifier"] == verifier
     (tmp_path / "empty").mkdir()
     with contextlib.chdir(tmp_path / "empty"):
         assert invoke("export-head", *arguments, "-o", ".").exit_code == 0

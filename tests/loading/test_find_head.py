@@ -47,10 +47,20 @@ def test_search_order(tmp_path, monkeypatch, hub_cache):
     calibrated = empty_head(cache_dir() / "heads" / identity)
     assert find_head(name, identity).path == calibrated
     assert find_head(name, "cd" * 32).origin == "shipped with fasteagle"
-    assert named_head(str(named)).path == named
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert named_head(str(named)).path == named_head("~/named").path == named
     assert named_head(name).origin == "shipped with fasteagle"
+    (tmp_path / "text.txt").touch()
+    for nowhere in ("nowhere", "text.txt"):
+        with pytest.raises(FasteagleError, match="no such folder"):
+            named_head(str(tmp_path / nowhere))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).mkdir()
+    assert named_head(name).path == Path(name), "a folder of a model's name"
+    (tmp_path / "owner").mkdir()
+    (tmp_path / "owner" / "text").touch()
     with pytest.raises(FasteagleError, match="no such folder"):
-        named_head(str(tmp_path / "nowhere"))
+        named_head("owner/text")
 
 
 @pytest.mark.parametrize(("name", "which"), [("vicuna-13b", 0), ("vicuna-13b", 1), ("qwen3-8b", 0)])

@@ -48,6 +48,8 @@ def tokenizer(tmp_path_factory):
     writer.add_token_list([f"t{i}" for i in range(60)])
     writer.add_token_types([1] * 60)
     writer.add_eos_token_id(59)
+    kinds = {"vtype": GGUFValueType.ARRAY, "sub_type": GGUFValueType.UINT8}
+    writer.add_key_value("tokenizer.ggml.precompiled_charsmap", [1, 2], **kinds)
     writer.add_tensor("x", np.zeros(4, np.float32))
     finish(writer)
     return path
@@ -80,6 +82,7 @@ def test_written_and_read_back_bit_for_bit(target, tokenizer, tmp_path, changes,
     assert named_head(str(tmp_path / "h.gguf")).path == tmp_path / "h.gguf"
     source = open_head(tmp_path)  # the only GGUF file of a folder
     assert source.dialect == "llama.cpp GGUF EAGLE-3"
+    assert source.state["fc.weight"].dtype == dtype
     loaded, header = load_head(tmp_path / "h.gguf", CONFIG)
     assert header is None and loaded.config.eagle3 == head.config.eagle3
     assert loaded.config.block.rope_base == 5e5
@@ -114,7 +117,9 @@ def test_the_gguf_package_reads_what_llama_cpp_expects(target, tokenizer, tmp_pa
             "tokenizer.ggml.eos_token_id": 59,
         }.items()
     )
-    assert reader.fields["eagle3.target_layers"].types[-1] == GGUFValueType.INT32
+    kinds = {"eagle3.target_layers": GGUFValueType.INT32}
+    kinds["tokenizer.ggml.precompiled_charsmap"] = GGUFValueType.UINT8
+    assert all(reader.fields[key].types[-1] == kind for key, kind in kinds.items())
     tensors = {t.name: t for t in reader.tensors}
     assert tensors["d2t"].tensor_type == GGMLQuantizationType.I64
     assert tensors["d2t"].data.tolist() == DRAFT_IDS.tolist()  # absolute
@@ -197,7 +202,7 @@ def test_quantized_tensors_and_names_of_forks(target, tmp_path):
             writer.add_tensor(name, quants.quantize(values, kind), raw_dtype=kind)
         else:
             writer.add_tensor(name, values)
-    writer.add_tensor("d2t.weight", state["d2t"].numpy())
+    writer.add_tensor("d2t.weight", state["d2t"].int().numpy())
     finish(writer)
     loaded, _ = load_head(tmp_path / "h.gguf", CONFIG)
     assert loaded.config.block.rope_base == 1e4  # not said
@@ -216,6 +221,8 @@ BAD_FIELDS = [
     ("rope.dimension_count", 4, "RoPE on a part of a head is not supported"),
     ("block_count", 2, "eagle3.block_count is 2: must be 1: choose another"),
     ("attention.key_length", 6, "RoPE on a part of a head is not supported"),
+    ("norm_before_fc", True, "missing input_norm.weight: fetch it again"),
+    ("target_hidden_size", 64, "the head is for a width of 64, the model has 32"),
     ("norm_before_residual", 1, "eagle3.norm_before_residual is 1: must be true or false"),
 ]
 
@@ -336,6 +343,8 @@ def test_files_that_are_no_head(target, tokenizer, tmp_path):
     (tmp_path / "h.gguf").write_bytes(whole[: int(0.7 * len(whole))])
     with pytest.raises(FasteagleError, match=r"fetch it again"):
         open_head(tmp_path / "h.gguf")
+    with pytest.raises(FasteagleError, match=r"config\.json"):
+        open_head(tmp_path)  # which of its files is meant is not known
     with pytest.raises(FasteagleError, match="its tokenizer has 60 tokens, the model 61: give"):
         head = head_for(target, KIND)
         write(tmp_path / "o", head, official_state(head), tokenizer, vocab_size=61)

@@ -185,7 +185,7 @@ def _add_fields(writer: Any, block: ModelConfig, own: Eagle3Config) -> None:
         add(block.head_dim)
     writer.add_layer_norm_rms_eps(block.norm_eps)
     writer.add_rope_freq_base(block.rope_base)
-    if block.rope_scaling is None and block.rope_linear_factor != 1:
+    if block.rope_linear_factor != 1:
         writer.add_string(P + "rope.scaling.type", "linear")
         writer.add_rope_scaling_factor(block.rope_linear_factor)
     writer.add_bool(P + "norm_before_residual", own.norm_before_residual)
