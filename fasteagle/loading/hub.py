@@ -173,8 +173,6 @@ def fetch_repo(repo: str, revision: str | None, download_bytes: int | None = Non
         ) from error
     except hub_errors.RevisionNotFoundError as error:
         raise FasteagleError(f"{repo}: revision {revision} does not exist") from error
-    except FasteagleError:
-        raise
     except Exception as error:  # httpx, OSError and hub errors: the hub was not reached
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             raise  # a full disk has its own message

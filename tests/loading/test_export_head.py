@@ -156,6 +156,14 @@ def test_an_export_that_fails_leaves_nothing(target, tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_head_whose_weights_are_not_written_has_no_config(tmp_path, monkeypatch):
+    """By which it would be found."""
+    monkeypatch.setattr("fasteagle.loading.heads.write.save_tensors", raising(OSError(28, "full")))
+    with pytest.raises(OSError, match="full"):
+        saved(tmp_path, E1)
+    assert list(tmp_path.iterdir()) == []
+
+
 BAD = [
     (E1, "specforge", {}, "SpecForge trains EAGLE-3 heads only, .*: export it --to eagle"),
     (E1, "speculators", {}, "reads EAGLE-1/2 heads no longer, .*: export it --to eagle"),

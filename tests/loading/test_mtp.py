@@ -195,6 +195,29 @@ def test_a_folder_without_the_layer(qwen2, tmp_path, drop):
             load_head(folder, open_checkpoint(folder).config)
 
 
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (torch.tensor(1.0), r"fc.weight is \(\), expected \(64, 128\)"),
+        (torch.ones(64, 127), r"fc.weight is \(64, 127\), expected \(64, 128\)"),
+        (None, "its layer for multi-token prediction has no weights"),
+    ],
+    ids=["no matrix", "narrow", "copies"],
+)
+def test_a_layer_of_wrong_tensors(mimo, tmp_path, weight, message):
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((mimo / name).read_bytes())
+    state = load_file(mimo / "model.safetensors")
+    if weight is None:  # the target's alone, which are used in place of a copy
+        state = {name: t for name, t in state.items() if not name.startswith(OWN)}
+        state[OWN + "lm_head.weight"] = state["lm_head.weight"].clone()
+    else:
+        state[OWN + "input_proj.weight"] = weight
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(FasteagleError, match=message):
+        load_head(tmp_path, open_checkpoint(mimo).config)
+
+
 def test_inspect_head(mimo):
     report = invoke("inspect-head", mimo, "--model", mimo)
     assert report.exit_code == 0, report.output

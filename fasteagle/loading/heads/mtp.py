@@ -9,9 +9,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from fasteagle.config import mtp_layer
 from fasteagle.config_fields import Fields
 from fasteagle.config_gguf import mtp_layers
@@ -95,15 +92,9 @@ def _state(checkpoint: Checkpoint) -> State:
     for name in layer_names(checkpoint):
         module, tensor = _module(name), load_floats(checkpoint, name)
         official = _NAMES.get(module, f"layers.0.{module}") + name.removeprefix(FIRST + module)
-        state[official] = _reordered(tensor) if module == "input_proj" else tensor
+        if module == "input_proj" and tensor.dim():  # MiMo's reads the embedding last, not first
+            tensor = tensor.roll(tensor.shape[-1] // 2, -1)
+        state[official] = tensor
     if checkpoint.config.architecture in ERNIES:  # they use the model's last norm
         state.setdefault("norm.weight", load_floats(checkpoint, "model.norm.weight"))
     return state
-
-
-def _reordered(weight: Tensor) -> Tensor:
-    """Return MiMo's projection [D, 2 D] with the columns that read the embedding first."""
-    if weight.dim() != 2 or weight.shape[1] % 2:
-        return weight  # its shape is refused later
-    of_feature, of_embedding = weight.chunk(2, dim=1)
-    return torch.cat((of_embedding, of_feature), dim=1)

@@ -250,8 +250,7 @@ def _flat_config(where: str, raw: Raw) -> Raw:
     fields.texts("layer_types")
     for key in _FLAGS:
         fields.flag(key)
-    for key in ("target_hidden_size", "draft_vocab_size", "vocab_size"):
-        fields.width(key, 1)
+    fields.width("target_hidden_size", 1)
     fields.part("rope_scaling")
     if "full_attention" in fields.part("rope_parameters"):
         fields.part("rope_parameters").part("full_attention")
