@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -164,13 +165,16 @@ def test_only_a_better_head_is_kept(algorithm, is_better, text, tmp_path, monkey
     monkeypatch.setattr(Trainer, "evaluate", evaluate)
     folder, head = written(tmp_path, algorithm)
     out = tmp_path / "out"
+    (tmp_path / "text.jsonl.settings.json").write_text('{"model": "b", "fingerprint": "0"}')
     more = ("--data", text, "--steps", 2, "--draft-vocab", 100)
     done = invoke(*calibrate(folder, head, out, *more))
     assert done.exit_code == 0, done.stderr
+    assert "text.jsonl was written by 'b', not by" in done.stderr
     report = report_of(out)
     assert report["distilled"]["kept"] is is_better
     assert (report["header"]["tau"] == tau) is is_better
     assert report["header"]["algorithm"] == algorithm and set(trained) == {algorithm}
+    assert report["header"]["training_tokens"] == (32 - 8) * 40, "without those held out"
     config = open_checkpoint(folder).config
     first, calibrated = (load_head(path, config)[0] for path in (head, out))
     assert len(calibrated.target_ids()) == 100 == report["header"]["draft_vocab_size"]
@@ -218,6 +222,28 @@ def test_without_time_the_least_is_done_on_text_of_its_own(tmp_path, monkeypatch
     assert len(texts[0]) == calibrate_head.MIN_CONVERSATIONS
     assert report_of(out)["steps"] == calibrate_head.FEWEST_STEPS
     assert max(map(max, texts[0])) < TINY_VOCAB
+
+
+def test_half_of_the_time_is_for_text_and_the_rest_for_steps(
+    text, tmp_path, monkeypatch, no_compiler
+):
+    now, enough, steps = [0.0], [], []
+    monkeypatch.setattr(calibrate_head.Work, "seconds", property(lambda work: now[0]))
+    monkeypatch.setattr(Trainer, "seconds_a_step", lambda trainer, n: 0.1)
+
+    def write_text(target, data, is_enough):
+        for n, now[0] in ((24, 59.0), (23, 61.0), (24, 61.0)):
+            enough.append(is_enough(n))
+        shutil.copy(text, data.out)
+
+    def run(trainer, *rest, **more):
+        steps.append(trainer.options.steps)
+        raise FasteagleError("seen")
+
+    monkeypatch.setattr(calibrate_head, "write_text", write_text)
+    monkeypatch.setattr(Trainer, "run", run)
+    invoke(*calibrate(*written(tmp_path), tmp_path / "out", "--minutes", 2))
+    assert enough == [False, False, True] and steps == [int((120 - 61) / 0.13)]
 
 
 def test_by_default_for_the_weights_that_chat_runs(text, tmp_path, monkeypatch, no_compiler):

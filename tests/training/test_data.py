@@ -19,7 +19,7 @@ from fasteagle.training.data import (
     shards_of,
     store_key,
 )
-from fasteagle.training.data_file import note_other_writer
+from fasteagle.training.data_file import note_other_writer, require_same
 from fasteagle.training.parallel import Ranks
 from training_cases import talk
 
@@ -139,3 +139,8 @@ def test_text_of_another_model_is_named(tmp_path, capsys):
         settings.write_text(written)
         note_other_writer(path, "/y/a", "1" * 64)
         assert ("was written by" in capsys.readouterr().err) == warns, written
+
+
+def test_a_setting_that_only_the_begun_run_had_is_named(tmp_path):
+    with pytest.raises(FasteagleError, match="other settings .kv int8 -> None.: give the same"):
+        require_same(tmp_path, {"kv": "int8"}, {})

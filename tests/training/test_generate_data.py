@@ -8,6 +8,7 @@ import itertools
 import json
 import resource
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,7 +18,7 @@ from fasteagle.options import SamplingParams
 from fasteagle.prompts import read_conversations
 from fasteagle.training import generate_data
 from fasteagle.training.data_file import DataFile
-from fasteagle.training.dialogues import Conversations, Dialogue, Reply, read_seeds
+from fasteagle.training.dialogues import Conversations, Dialogue, Reply
 from fasteagle.training.options import DataOptions
 from helpers import TINY_VOCAB, edit_json, invoke, save_tiny, write_questions
 
@@ -125,10 +126,10 @@ def test_a_disk_that_takes_no_more_costs_one_line_and_the_run_goes_on(tmp_path):
     answer = Dialogue([(Reply([1], [2] * 500, "", False), SamplingParams())])
     usual = resource.getrlimit(resource.RLIMIT_FSIZE)
     data = DataFile(tmp_path / "text.jsonl", {})
-    data.append(0, answer)
+    data.append(6, answer)  # those before were dropped
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, usual[1]))
     try:
-        for write in (lambda: data.append(1, answer), data.close):
+        for write in (lambda: data.append(7, answer), data.close):
             with pytest.raises(
                 FasteagleError, match=r"cannot write .*jsonl \(File too large\): free"
             ):
@@ -136,7 +137,7 @@ def test_a_disk_that_takes_no_more_costs_one_line_and_the_run_goes_on(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, usual)
     with contextlib.closing(DataFile(tmp_path / "text.jsonl", {})) as data:
-        assert data.next_number == 1
+        assert data.next_number == 7
 
 
 def test_more_of_the_same_is_appended(model, tmp_path):
@@ -164,6 +165,10 @@ def test_other_settings_are_refused(model, prompts, tmp_path):
         (("--prompts", prompts, "--precision", "int8-lm16"), "lm_head int8 -> keep"),
         (("--prompts", prompts, "--kv", "int8"), "kv auto -> int8"),
         (("--prompts", prompts, "--drop-cut"), "drop_cut False -> True"),
+        (
+            ("--prompts", prompts, "--temperature", 1, "--max-new-tokens", 8, "--seed", 3),
+            "temperature [0.0, 0.7] -> [1.0], max_new_tokens 24 -> 8, seed 0 -> 3",
+        ),
     ):
         few = FEW[:2] if {"--int8", "--precision"} & {*arguments} else FEW
         done = invoke("generate-data", "--model", model, "--out", out, *few, *arguments)
@@ -174,40 +179,6 @@ def test_other_settings_are_refused(model, prompts, tmp_path):
     generated(model, begun, "--prompts", prompts, "--kv", "int8")
     done = invoke("generate-data", "--model", model, "--out", begun, *FEW, "--prompts", prompts)
     assert done.exit_code == 2 and "kv int8 -> auto" in done.stderr
-
-
-def test_seeds_may_hold_any_character(tmp_path):
-    path = tmp_path / "seeds.jsonl"
-    text = "one\u2028two\x85three"
-    path.write_text(json.dumps({"instruction": text}, ensure_ascii=False) + "\n", "utf-8")
-    assert read_seeds(path) == [text]
-    for wrong in ("half \\ud800", " "):
-        path.write_text(f'{{"instruction": "{wrong}", "input": "x"}}\n')
-        with pytest.raises(FasteagleError, match="line 1: expected"):
-            read_seeds(path)
-
-
-def test_a_few_seeds_are_shown_and_an_instruction_is_a_text(tmp_path):
-    path = tmp_path / "seeds.jsonl"
-    path.write_text("".join(json.dumps({"instruction": c * n}) + "\n" for c, n in SEEDS))
-    conversations = Conversations(DataOptions(seeds=path, count=1, out=tmp_path / "t.jsonl"))
-    conversing = conversations.start(0)
-    asked = next(conversing)
-    assert len(asked.messages) == 2 * 2 + 1, "two are short enough"
-    answered = conversing.send(Reply([1], [2, 3, 4], "a task", False))
-    assert answered.params.seed != asked.params.seed, "else both draw by the same noise"
-    conversing = conversations.start(0)
-    next(conversing)
-    with pytest.raises(StopIteration) as ended:
-        conversing.send(Reply([1], [2, 3, 4], " \n", False))
-    assert ended.value.value.dropped == "instruction without an end"
-    before = conversations.identity()
-    path.write_text('{"instruction": "other"}\n')
-    changed = Conversations(DataOptions(seeds=path, count=1, out=tmp_path / "t.jsonl"))
-    assert changed.identity() != before
-
-
-SEEDS = ("a", 1), ("b", 300), ("c", 301)
 
 
 def test_what_is_dropped_is_counted(model, tmp_path):
@@ -226,27 +197,6 @@ def test_what_is_dropped_is_counted(model, tmp_path):
     assert 4 not in [line["id"] for line in answers] and answers
     assert all(3 <= len(line["ids"]) - line["prompt_len"] <= 8 for line in answers)
     assert int(stderr.rsplit("dropped ", 1)[1].split()[0]) == 14 - len(answers)
-
-
-def test_an_answer_that_quotes_a_benchmark_ends_the_conversation(tmp_path):
-    benchmark = "How many trees did the gardener plant in the second week"
-    exclude = write_questions(tmp_path / "bench.jsonl", [benchmark])
-    prompts = write_questions(tmp_path / "prompts.jsonl", ["one", "two", "three"])
-    options = DataOptions(prompts=prompts, exclude=(exclude,), out=tmp_path / "t.jsonl")
-    for answers, reason in (
-        (["fine", f"You ask: {benchmark}?"], "like an excluded prompt"),
-        (["fine", "How many trees did the gardener plant again", "good"], None),
-        (["fine", " "], "empty answer"),
-    ):
-        conversing, reply, seeds = Conversations(options).start(0), None, set()
-        with pytest.raises(StopIteration) as ended:
-            for text in [None, *answers]:
-                reply = text and Reply([1], [2, 3, 4], text, False)
-                seeds.add(conversing.send(reply).params.seed)
-        assert len(seeds) == len(answers), "of each turn its own"
-        dialogue = ended.value.value
-        assert dialogue.dropped == reason
-        assert [reply.text for reply, _ in dialogue.answers] == answers[: 3 if not reason else 1]
 
 
 @pytest.mark.parametrize(("repeated_from", "n_answers"), [(2, 0), (3, 12)])
@@ -286,6 +236,19 @@ def test_an_instruction_is_written_once_and_answers_end_a_row_of_drops(
         else:
             with pytest.raises(FasteagleError, match=r"all dropped \(1 asked before\)"):
                 run._write(5, dialogue)
+
+
+def test_the_rate_is_that_of_this_run(tmp_path, monkeypatch, capsys):
+    """Not of the tokens that an earlier one has written."""
+    out, clock = tmp_path / "t.jsonl", iter((0.0, 2.0))
+    monkeypatch.setattr(generate_data, "time", SimpleNamespace(perf_counter=clock.__next__))
+    options = DataOptions(self_written=True, out=out, count=9)
+    with contextlib.closing(DataFile(out, {})) as data:
+        data.append(0, Dialogue([(Reply([1], [2] * 8, "text", False), SamplingParams())]))
+        run = generate_data._Run(options, Conversations(options), data)
+        run._write(1, Dialogue([(Reply([3], [2] * 8, "text", False), SamplingParams())]))
+        run._report()
+    assert "2 conversations | 16 tokens of answers | 4 tok/s | " in capsys.readouterr().err
 
 
 def test_a_model_that_writes_nothing_usable_is_not_asked_for_ever(tiny_dir, tmp_path, monkeypatch):
