@@ -121,6 +121,7 @@ def test_what_is_refused(target, tokenizer):
     target = random_target(tiny_config(sliding_window=24))
     with pytest.raises(FasteagleError, match="window of 24: lower --max-len"):
         ManyTexts(target, tokenizer, 1, 32)
+    ManyTexts(target, tokenizer, 1, 24)
     with pytest.raises(FasteagleError, match="sliding window"):
         features_of(target, [Conversation([1] * 25, 2)])
 

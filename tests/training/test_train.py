@@ -17,7 +17,7 @@ from fasteagle.training.data import cached_features, live_features
 from fasteagle.training.held_out import HeldOut, evaluate
 from fasteagle.training.loss import unroll
 from fasteagle.training.options import TrainOptions
-from fasteagle.training.train import Trainer, head_header
+from fasteagle.training.train import Trainer, TrainingBar, head_header
 from helpers import eagle3_of, random_head
 from training_cases import OPTIONS, OPTIONS_3, new_head_ready
 
@@ -235,6 +235,39 @@ def test_a_run_that_diverges_costs_one_line_and_keeps_its_checkpoint(trainer, tm
     assert torch.load(state, weights_only=True)["step"] == 2
     with pytest.raises(FasteagleError, match="the draft head predicts no finite numbers"):
         made.evaluate()
+
+
+def test_work_is_saved_by_the_clock_too(trainer, monkeypatch):
+    monkeypatch.setattr("fasteagle.training.train.SAVE_SECONDS", 0.0)
+    made, saved = trainer(dataclasses.replace(OPTIONS, steps=3)), []
+    monkeypatch.setattr(made, "save", lambda: saved.append(made.step))
+    made.run(lambda entry: None, every=100, save_every=100)
+    assert saved == [1, 2, 3]
+
+
+def test_the_rate_is_that_since_the_last_evaluation(trainer, monkeypatch):
+    """With a clock on which only steps take time."""
+    now = [0.0]
+    clock = SimpleNamespace(perf_counter=lambda: now[0])
+    monkeypatch.setattr("fasteagle.training.train.time", clock)
+    made, entries = trainer(dataclasses.replace(OPTIONS, steps=4)), []
+
+    def update(batch):
+        now[0] += 2.0
+        return 0.5, 100
+
+    monkeypatch.setattr(made, "evaluate", lambda: HeldOut((0.5,), 1.5, 1))
+    monkeypatch.setattr(made, "_update", update)
+    made.run(entries.append, every=2, save_every=100)
+    assert [entry["tok_s"] for entry in entries] == [50, 50]
+
+
+def test_the_line_of_an_evaluation(capsys):
+    held = HeldOut((0.5, 0.25), 1.625, 9, tv=(0.75, 0.875)).as_dict()
+    entry = {"step": 10, "loss": 0.5, "tok_s": 1234, **held}
+    TrainingBar(SimpleNamespace(options=OPTIONS, step=0)).report(entry)
+    line = "step 10 of 30 | loss 0.5000 | n-alpha 0.500 0.250 | tau 1.62 | TV 0.750 | 1,234 tok/s"
+    assert capsys.readouterr().err == f"{line}\n"
 
 
 def test_training_stops_when_held_out_text_gains_nothing(trainer):
