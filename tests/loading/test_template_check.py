@@ -1,18 +1,20 @@
-"""Chat templates of strangers are tried in a process that is ended, and later ones have a limit."""
+"""Chat templates: those of strangers are tried, and which of several is taken."""
 
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from fasteagle.errors import FasteagleError
 from fasteagle.loading import template_check
 from fasteagle.loading.entries import REGISTRY
-from fasteagle.loading.tokenizer import load_tokenizer
+from fasteagle.loading.tokenizer import ChatTokenizer, load_tokenizer
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 QUESTION = {"role": "user", "content": "Hi"}
+MUCH = "{{ 'x' * 2**18 + 'y' }}"
 DOUBLED = "{% for i in range(50) %}{% set ns.s = ns.s + ns.s %}{% endfor %}"
 
 
@@ -24,7 +26,11 @@ DOUBLED = "{% for i in range(50) %}{% set ns.s = ns.s + ns.s %}{% endfor %}"
         ("{{ 'x' * 10**14 }}", "takes too much time or memory"),
         ("{% set ns = namespace(s='a' * 999) %}" + DOUBLED, "takes too much time or memory"),
         ("{% generation %}{{ 'x' * 10**14 }}{% endgeneration %}", "takes too much time or memory"),
-        ("{{ 'x' * 2**18 + 'y' }}", "writes 262,145 characters"),
+        (MUCH, "writes 262,145 characters"),
+        # In another conversation than the first, after the date, and in a loop that is left.
+        ("{{ raise_exception('') if messages|length == 1 }}" + MUCH, "writes 262,145 characters"),
+        ("{{ strftime_now('%Y')[:0] }}" + MUCH, "writes 262,145 characters"),
+        ("{% for a in range(9) %}" + MUCH + "{% break %}{% endfor %}", "writes 262,145 characters"),
     ],
 )
 def test_a_template_that_does_too_much_is_refused_before_it_is_used(
@@ -83,3 +89,23 @@ def test_a_trial_begins_where_a_model_is_to_chat(tiny_dir, monkeypatch):
     assert not tried
     tokenizer.try_templates()
     assert template_check.trial_of("{{ 3 }}").result() is None and tried == ["{{ 3 }}"]
+
+
+def named_templates(**templates):
+    return SimpleNamespace(chat_template=templates)
+
+
+def test_without_a_default_the_first_of_several_templates_is_taken():
+    tokenizer = ChatTokenizer(named_templates(rag="R", short="S"), frozenset())
+    assert (
+        tokenizer.template_for([QUESTION]) == tokenizer.template_for([QUESTION], tools=[{}]) == "R"
+    )
+
+
+def test_a_template_that_is_given_replaces_that_for_tools_too():
+    backend = named_templates(default="D", tool_use="T")
+    assert ChatTokenizer(backend, frozenset()).template_for([QUESTION], tools=[{}]) == "T"
+    call, result = {"role": "assistant", "tool_calls": [{}]}, {"role": "tool", "content": "x"}
+    for earlier in (call, result):
+        assert ChatTokenizer(backend, frozenset()).template_for([QUESTION, earlier]) == "T"
+    assert ChatTokenizer(backend, frozenset(), "G").template_for([QUESTION], tools=[{}]) == "G"

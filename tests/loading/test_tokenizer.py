@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from fasteagle.errors import FasteagleError
+from fasteagle.loading import tokenizer as module
 from fasteagle.loading.entries import VICUNA_TEMPLATE
 from fasteagle.loading.tokenizer import LITERAL, ChatTokenizer, dummy_tokenizer, load_tokenizer
 from helpers import THINKING_TEMPLATE, TINY_VOCAB, edit_json, invoke, raising
@@ -40,6 +41,9 @@ def test_every_end_of_text_id_counts(tiny_dir, tmp_path):
     assert load_tokenizer(folder).eos_ids == {TINY_VOCAB - 1, 7, 9}
     (folder / "generation_config.json").unlink()
     assert load_tokenizer(folder).eos_ids == {TINY_VOCAB - 1, 11}
+    ends = {"<|im_end|>": 5, "<|eot_id|>": 6, "<|other|>": 7}
+    backend = SimpleNamespace(eos_token_id=None, get_added_vocab=lambda: ends)
+    assert module._eos_ids(tmp_path, backend) == {5, 6}, "marks of an answer's end"
 
 
 @pytest.mark.parametrize(
@@ -367,21 +371,6 @@ def test_whether_a_model_knows_thoughts(tiny_dir, template, token, knows):
     if token:
         tokenizer._backend.add_tokens([token])
     assert tokenizer.knows_thoughts == knows
-
-
-def named_templates(**templates):
-    return SimpleNamespace(chat_template=templates)
-
-
-def test_without_a_default_the_first_of_several_templates_is_taken():
-    tokenizer = ChatTokenizer(named_templates(rag="R", short="S"), frozenset())
-    assert tokenizer.template_for(USER) == tokenizer.template_for(USER, tools=[{}]) == "R"
-
-
-def test_a_template_that_is_given_replaces_that_for_tools_too():
-    backend = named_templates(default="D", tool_use="T")
-    assert ChatTokenizer(backend, frozenset()).template_for(USER, tools=[{}]) == "T"
-    assert ChatTokenizer(backend, frozenset(), "G").template_for(USER, tools=[{}]) == "G"
 
 
 def test_a_tokenizer_of_random_weights_answers_as_others_do():
