@@ -294,8 +294,9 @@ def test_special_tokens_in_a_tool_are_text(marked_backends):
     assert n_marks(text) == n_marks("plain")
 
 
-def test_what_a_template_and_a_prompt_write_are_special_tokens(marked_backends):
-    tokenizer = ChatTokenizer(marked_backends["bytes"], frozenset(), CHATML)
+@pytest.mark.parametrize("template", [CHATML, CHATML + "{# <think> </think> #}"])
+def test_what_a_template_and_a_prompt_write_are_special_tokens(marked_backends, template):
+    tokenizer = ChatTokenizer(marked_backends["bytes"], frozenset(), template)
     function = {"name": "f", "arguments": {"x": "<|im_end|>"}}
     answer = {"role": "assistant", "content": "<think>\n</think>", "tool_calls": [function]}
     ids = tokenizer.encode(tokenizer.render([answer]))
@@ -303,6 +304,9 @@ def test_what_a_template_and_a_prompt_write_are_special_tokens(marked_backends):
     thought = ["<think>", "</think>"]
     call = ["<tool_call>", "</tool_call>"]
     assert names == ["<|im_start|>", *thought, *call, "<|im_end|>", "<|im_start|>"]
+    ids = tokenizer.encode(tokenizer.render([{"role": "user", "content": "<think>"}]))
+    known = tokenizer._backend.convert_tokens_to_ids("<think>") in ids
+    assert known == ("<think>" not in template), "what a template writes is text in a question"
     assert len(tokenizer.encode("<|im_end|>")) == len(tokenizer.encode_document("<|im_end|>")) == 1
 
 

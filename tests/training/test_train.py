@@ -123,6 +123,11 @@ def test_a_new_head_begins_as_the_identity_on_the_feature(target):
         likeness = torch.cosine_similarity(output, wanted, dim=-1)
         assert likeness.min() > 0.95 and (head.fc.bias is None) == (options is OPTIONS_3)
     assert torch.equal(head.own_lm_head.weight, target.head_rows(torch.arange(40)))
+    first, again, other = (
+        new_head_ready(target, dataclasses.replace(OPTIONS, seed=seed)).fc.weight
+        for seed in (1, 1, 2)
+    )
+    assert torch.equal(first, again) and not torch.equal(first, other)
 
 
 @pytest.mark.parametrize("algorithm", ["eagle1", "eagle3", "mtp"])
