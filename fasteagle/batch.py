@@ -114,11 +114,9 @@ class Batch(Generic[Key, Item]):
         `NoRoomError` where memory for them is short.
         """
         engine = self._engine_for(prompt)
-        first = self.engines[0].drafter
-        if engine is not self.engines[0] and (
-            first is None or engine.drafter is None or engine.drafter.origin is not first.origin
-        ):
-            engine.use(None if first is None else first.sibling())
+        first = self.engines[0]
+        if engine.origin is not first.origin:
+            engine.use(None if first.drafter is None else first.drafter.sibling())
         self._make_room(engine, n_tokens)
         if self._running and not self._shared:
             self._shared = True

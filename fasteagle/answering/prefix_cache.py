@@ -34,7 +34,7 @@ class _Sequence:
         slots = [cache.n_slots for cache in engine.caches]  # few where the drafter is a new one
         n = min(most, len(engine.cached), *slots)
         rows = [cache.rows[:, :, :n] for cache in engine.caches]
-        return cls(engine.cached[:n], engine.shown, _origin(engine), rows)
+        return cls(engine.cached[:n], engine.shown, engine.origin, rows)
 
     @property
     def n_bytes(self) -> int:
@@ -69,7 +69,7 @@ class PrefixCache:
         for entry in [*self._stored, *(_Sequence.of(other, len(prompt)) for other in others)]:
             n = common_prefix(entry.tokens, prompt)
             # A drafter that has not seen those tokens would need them computed again.
-            n = n if entry.drafter is _origin(engine) else 0
+            n = n if entry.drafter is engine.origin else 0
             if n > most:
                 longest, most = entry, n
         if len(engine.cached) > shared + FEW_TOKENS:
@@ -99,8 +99,3 @@ class PrefixCache:
             self._stored.pop(0)
         own.rows = [rows.to(self.device, copy=True) for rows in own.rows]
         self._stored.append(own)
-
-
-def _origin(engine: Engine) -> object:
-    """Return an object that two engines share if the rows of their drafters are alike."""
-    return None if engine.drafter is None else engine.drafter.origin

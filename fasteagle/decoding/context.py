@@ -77,6 +77,11 @@ class Context:
         return self.backend.target
 
     @property
+    def origin(self) -> Drafter | None:
+        """Drafter whose siblings fill the caches alike; None without a drafter."""
+        return None if self.drafter is None else self.drafter.origin
+
+    @property
     def prefill_chunk(self) -> int:
         """Number of prompt rows per pass; an answer is cancelled between two of these passes."""
         if self.target.rows_at_once is not None:
