@@ -97,7 +97,7 @@ def from_gptq(
     """
     _check_dtypes(scales, qweight=qweight, qzeros=qzeros)
     geometry = gptq_geometry(qweight.shape, qzeros.shape, scales.shape)
-    zeros = _fields(qzeros, geometry.bits).to(torch.int16) + zero_offset  # 255 + 1 must not wrap
+    zeros = _fields(qzeros, geometry.bits) + zero_offset
     q = _as_bytes(qweight.T)
     weight = _with_zeros(geometry, q, scales.T.contiguous(), zeros.T.contiguous(), "GPTQ")
     return _ordered(weight, g_idx)
