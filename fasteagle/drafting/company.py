@@ -230,7 +230,6 @@ class Company:
             own.rests.count()
             if own.blocks.is_due():
                 own.blocks.begin()
-                return
         size = self._choose_size(own, drafted)
         if not drafted or own.blocks.left or own.rests.probing:
             return
