@@ -30,6 +30,11 @@ def test_a_table_of_sizes(script, questions, tiny_dir, tmp_path, monkeypatch):
     assert "KV cache; memory is free for" in memory
 
 
+def test_speeds_are_medians_over_plain_decoding_alone_and_beside():
+    size = several.Size(4, 3, 10.0, plain=[20.0, 99.0, 22.0], drafting=[33.0, 30.0, 90.0], same=2)
+    assert size.cells() == ("4", "22.0", "2.20", "33.0", "3.30", "1.50", "2 of 3")
+
+
 def test_each_run_computes_its_prompts(script, questions, tiny_dir, monkeypatch):
     monkeypatch.setattr(several, "ROUNDS", 2)
     real, cached = Answers.all, []

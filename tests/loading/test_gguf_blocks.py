@@ -78,7 +78,12 @@ def test_a_weight_is_converted_in_parts(values, monkeypatch):
     rows = torch.from_numpy(random_rows("Q6_K", (5, 512), 0.06))
     expected = from_gguf_blocks(rows, "Q6_K")
     monkeypatch.setattr(gguf_blocks, "CONVERTED_VALUES", values)
+    sizes, real = [], quants.dequantize
+    monkeypatch.setattr(
+        quants, "dequantize", lambda part, *kind: sizes.append(len(part)) or real(part, *kind)
+    )
     weight = from_gguf_blocks(rows, "Q6_K")
+    assert max(sizes) == max(1, values // 512)
     assert torch.equal(weight.q, expected.q) and torch.equal(weight.scales, expected.scales)
 
 
