@@ -42,8 +42,9 @@ def known(tokenizer, text, answer):
 
 @pytest.mark.parametrize("rest", ["x", "<|end|>", "<|end|>x"])
 def test_the_longest_known_text_goes_on(byte_level, rest):
+    """By the tokens that it had last."""
     texts = KnownTexts(byte_level)
-    for text, ids in (("ab", [1]), ("abcd", [2, 3]), ("abc", [4])):
+    for text, ids in (("ab", [1]), ("abcd", [5]), ("abcd", [2, 3]), ("abc", [4])):
         texts.add(text, ids, [])
     assert texts.encode("abcd" + rest) == [2, 3, *byte_level.encode(rest)]
 

@@ -97,6 +97,17 @@ def test_of_what_is_too_large_the_beginning_is_kept(target):
     assert answer(engine, text(1)) == answer(Engine(target, 512), text(1))
 
 
+def test_a_conversation_is_stored_once_and_not_for_a_few_tokens(target):
+    engine, cache = Engine(target, 512), PrefixCache(2**30)
+    talk = text(1)
+    for seed in (2, 3):
+        talk += answer(engine, talk, cache)
+        answer(engine, text(seed), cache)
+    for _ in range(2):  # a question once more, whose answer is computed again
+        assert cache.n_bytes == (len(talk) - 1 + 119) * BYTES_OF_TOKEN
+        answer(engine, text(3), cache)
+
+
 def test_a_beginning_stays_where_its_longer_successor_does_not_fit(target):
     engine, cache = Engine(target, 512), PrefixCache(110 * BYTES_OF_TOKEN)
     answer(engine, text(1), cache, n=5)

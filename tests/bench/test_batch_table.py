@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 from fasteagle.answering.several import Answers
 from fasteagle.bench import several
@@ -37,9 +38,10 @@ def test_speeds_are_medians_over_plain_decoding_alone_and_beside():
 
 def test_each_run_computes_its_prompts(script, questions, tiny_dir, monkeypatch):
     monkeypatch.setattr(several, "ROUNDS", 2)
-    real, cached = Answers.all, []
+    real, cached, drafting = Answers.all, [], []
 
     def counted(self, requests, size):
+        drafting.append({request.speculate for request in requests})
         answers = real(self, requests, size)
         cached.append([answer.stats.cached_tokens for answer in answers])
         return answers
@@ -48,6 +50,7 @@ def test_each_run_computes_its_prompts(script, questions, tiny_dir, monkeypatch)
     arguments = ["--model", tiny_dir, "--data", questions, "--precision", "fp32"]
     result = script(*arguments, "--batch", "3", "--max-new-tokens", 3, "--no-compile")
     assert result.exit_code == 0, result.stderr
+    assert drafting == [{False}, *[{False}, {True}] * 4]
     assert not any(counts[0] for counts in cached)
     assert cached[1:5] == cached[5:] and cached[1:4:2] == cached[2:5:2], "in all rounds, both ways"
 
@@ -65,4 +68,12 @@ def test_a_text_that_differs_is_seen(script, questions, tiny_dir, monkeypatch):
     monkeypatch.setattr(Answers, "all", wrong)
     arguments = ["--model", tiny_dir, "--data", questions, "--precision", "fp32", "--md"]
     result = script(*arguments, "--batch", "2", "--max-new-tokens", 3, "--no-compile")
-    assert "| 2 of 3 |" in result.stdout
+    (row,) = result.stdout.splitlines()[2:-1]  # that of plain decoding alone was not asked for
+    assert row.endswith("| 2 of 3 |")
+
+
+def test_how_many_texts_fit(monkeypatch):
+    engine = SimpleNamespace(max_seq_len=1024, slot_bytes=2**20, device="cpu")
+    monkeypatch.setattr(several, "available_bytes", lambda device: 5 * 2**29)
+    line = several.largest_batch(SimpleNamespace(engine=engine))
+    assert line.endswith("1,024 tokens takes 1.00 GiB of KV cache; memory is free for 2 of them")
