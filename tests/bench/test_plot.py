@@ -54,6 +54,12 @@ def test_suffixes_we_do_not_write(tmp_path, name):
         check_plot(tmp_path / name)
 
 
+def test_a_place_that_cannot_be_written_to(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(FasteagleError, match=r"chart\.png"):
+        check_plot(tmp_path / "file" / "chart.png")
+
+
 def test_without_matplotlib_it_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(FasteagleError, match=r'pip install "fasteagle\[plot\]"'):

@@ -70,6 +70,14 @@ def test_against_transformers(folder, text, monkeypatch, capsys):
     exact, eight, four = qualities[1:]
     assert exact.kl < 1e-6 < eight.kl < four.kl and exact.agreement == 1 > four.agreement
     assert exact.weight_gb > eight.weight_gb > four.weight_gb
+    dense = required_bytes(open_checkpoint(folder).config, torch.float32, 0)[0]
+    assert exact.weight_gb == pytest.approx(dense / 1e9)
+
+
+def test_a_cache_in_8_bits_is_compared_with_a_whole_one(folder, text):
+    options = EvalOptions(text, ("fp32",), tokens=64, window=32)
+    _, short = evaluate(str(folder), options, RuntimeOptions(kv="int8"))
+    assert short.kl > 1e-7
 
 
 def test_a_window_may_be_the_whole_context(folder, text, monkeypatch):
@@ -99,6 +107,8 @@ def test_what_cannot_run_is_refused_before_anything_is_computed(folder, text, mo
     monkeypatch.setattr(quality, "Predictions", raising(AssertionError("it is computed")))
     done = invoke("eval", "--model", folder, "--text", text, "--precision", "fp32,int4-g128")
     assert done.exit_code == 2 and "groups of 128 do not divide" in done.stderr, done.exception
+    done = invoke("eval", "--model", folder, "--text", text, "--json", text / "record.json")
+    assert done.exit_code == 2 and "record.json" in done.stderr, done.exception
     invoke("eval", "--model", folder, "--text", text, "--threads", 1, "--precision", "int4-g128")
     assert (threads, torch.get_num_threads()) == (2, 1)
 
