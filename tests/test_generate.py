@@ -180,12 +180,15 @@ def test_verify_gives_each_row_its_own_path_under_a_sliding_window(tmp_path):
 
 
 def test_values_that_are_not_finite_do_not_spoil_the_next_answer(engine):
-    """Attention multiplies the rows that it does not see by zero."""
+    """Attention multiplies the rows that it does not see by zero, that of a draft head, too."""
+    engine.use(EagleDrafter(random_head(engine.model), TreeShape(2, 2, 4), 512))
     expected = generated(engine, 9, PROMPT)
-    engine.cache.rows.fill_(float("nan"))
+    for cache in engine.caches:
+        cache.rows.fill_(float("nan"))
     with pytest.raises(FasteagleError, match="not finite"):
         generated(engine, 9, [*PROMPT, 7])
     assert generated(engine, 9, PROMPT) == expected
+    assert all(cache.rows.isfinite().all() for cache in engine.caches)
 
 
 @pytest.mark.parametrize("processor", [None, Even()])
