@@ -86,6 +86,7 @@ REQUESTS = [
     ({"messages": 3}, {}, "messages 3 is no text and no list of messages"),
     ({"messages": "x"}, {"think": True}, "think on: this model's chat template has no thinking"),
     ({"messages": ["x"]}, {}, "messages: 'x' is no dictionary of role and content"),
+    ({"messages": [{"role": "x"}]}, {}, "messages: {'role': 'x'} is no dictionary of role and"),
     ({"messages": [{"role": "user", "content": 3}]}, {}, "content 3 is no text"),
     ({"messages": [{"role": 5, "content": "x"}]}, {}, "role 5 is no text"),
     ({"messages": [{"role": None, "content": "x"}]}, {}, "role None is no text"),

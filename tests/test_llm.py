@@ -202,10 +202,10 @@ def test_closing(tiny_dir):
     assert model() is None  # its memory is free
     with pytest.raises(FasteagleError, match="was closed"):
         llm.chat("x")
-    for several in (llm.chat_batch, llm.generate_batch, llm.prompt):
+    for several in (llm.chat_batch, llm.generate_batch, llm.prompt, llm.use):
         with pytest.raises(FasteagleError, match="was closed"):
             several([])
-    assert not hasattr(llm, "engine")
+    assert vars(llm) == {"name": llm.name, "_closed": True}
 
 
 def test_closing_after_an_error_keeps_the_error(tiny_dir):

@@ -301,5 +301,7 @@ def test_what_a_batch_refuses(llm):
         llm.chat_batch("hello")
     with pytest.raises(FasteagleError, match="messages is empty"):
         llm.chat_batch(["hello", []])
+    before = list(llm.engine.cached)
     with pytest.raises(FasteagleError, match="the prompt is empty"):
         llm.generate_batch([[5], []])
+    assert llm.engine.cached == before, "nothing was computed"

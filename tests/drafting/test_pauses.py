@@ -112,6 +112,13 @@ def test_a_block_lasts_until_its_passes_become_no_faster(pace, passes):
     assert n == passes
 
 
+def test_plain_passes_are_timed_anew_after_512_drafted_ones_at_most():
+    blocks = PlainBlocks()
+    for _ in range(6):
+        blocks.begin()
+    assert blocks.until == 512
+
+
 def test_the_first_passes_of_a_block_are_not_timed():
     blocks = PlainBlocks()
     for _ in range(WARM):
