@@ -183,9 +183,10 @@ def random_head(
 
 
 @torch.no_grad()
-def logits_of(model: Transformer, tokens: torch.Tensor) -> torch.Tensor:
+def logits_of(model: Transformer | Target, tokens: torch.Tensor) -> torch.Tensor:
     """The logits [T, V] of a text, in one pass over an empty cache."""
-    rows, cache = torch.arange(len(tokens)), Target(model).new_cache(len(tokens))
+    target = model if isinstance(model, Target) else Target(model)
+    rows, cache = torch.arange(len(tokens)), target.new_cache(len(tokens))
     mask = causal_mask(0, len(tokens), cache.n_slots, model.config.sliding_window, "cpu")
     return model(tokens, rows, rows, mask, cache).logits
 

@@ -181,7 +181,7 @@ def test_verify_gives_each_row_its_own_path_under_a_sliding_window(tmp_path):
 
 def test_values_that_are_not_finite_do_not_spoil_the_next_answer(engine):
     """Attention multiplies the rows that it does not see by zero, that of a draft head, too."""
-    engine.use(EagleDrafter(random_head(engine.model), TreeShape(2, 2, 4), 512))
+    engine.use(EagleDrafter(random_head(engine.model), TreeShape(2, 2, 4)))
     expected = generated(engine, 9, PROMPT)
     for cache in engine.caches:
         cache.rows.fill_(float("nan"))

@@ -233,9 +233,12 @@ def test_no_line_is_written_unless_wanted(live, capfd):
     assert "/health" not in capfd.readouterr().err
 
 
-def test_a_line_counts_the_prompt_once_and_all_answers():
-    jobs = [SimpleNamespace(stats=Stats(prompt_tokens=5, new_tokens=n)) for n in (2, 4)]
-    assert Record("127.0.0.1", "a", "POST /", jobs=jobs).tokens == "5+6"
+def test_a_line_counts_each_prompt_once_and_all_answers():
+    jobs = [
+        SimpleNamespace(stats=Stats(prompt_tokens=n, new_tokens=new), is_first=first)
+        for n, new, first in [(5, 2, True), (5, 4, False), (3, 1, True), (3, 2, False)]
+    ]
+    assert Record("127.0.0.1", "a", "POST /", jobs=jobs).tokens == "8+9"
 
 
 def test_a_client_that_does_not_read_is_dropped(loaded, monkeypatch):
