@@ -24,6 +24,9 @@ Key = TypeVar("Key", bound=Hashable)
 Item = TypeVar("Item")
 
 
+FEW_TOKENS = 32  # of a text that may be lost: computing them again takes a pass
+
+
 class NoRoomError(FasteagleError):
     """Error where memory for another text is short while the others are written."""
 
@@ -127,11 +130,20 @@ class Batch(Generic[Key, Item]):
         self._company.expect(len(self._running))
 
     def _engine_for(self, prompt: Sequence[int]) -> Engine:
-        """Return the idle engine that has computed most of `prompt`, or a new one."""
+        """Return the idle engine that has computed most of `prompt`, or a new one.
+
+        One whose text `prompt` goes on, or that has next to none, goes before those whose text
+        would be lost: what they share with `prompt` can be copied.
+        """
         if not (idle := self._idle()):
             self.engines.append(unless_short(self.engines[0].sibling, _no_room))
             return self.engines[-1]
-        return max(idle, key=lambda engine: common_prefix(engine.cached, prompt))
+
+        def worth(engine: Engine) -> tuple[bool, int]:
+            shared = common_prefix(engine.cached, prompt)
+            return len(engine.cached) - shared <= FEW_TOKENS, shared
+
+        return max(idle, key=worth)
 
     def _idle(self) -> list[Engine]:
         busy = [run.engine for run in self._running.values()]

@@ -41,6 +41,18 @@ def test_streams_in_any_order(llm):
     assert not llm.answers.running and not llm.answers._unread
 
 
+def test_an_idle_engine_with_little_text_goes_before_one_with_a_conversation(llm):
+    """Both share the template's first tokens with the next question; there is no prefix cache."""
+    llm.answers.forget()
+    llm.chat_batch(["a", "b"], size=2, max_new_tokens=2)
+    question = {"role": "user", "content": "one two three " * 9}
+    first = llm.chat([question], max_new_tokens=20)
+    llm.chat("Why?", max_new_tokens=2)
+    messages = [question, {"role": "assistant", "content": first.text}, {**question}]
+    again = llm.chat(messages, max_new_tokens=2)
+    assert again.stats.cached_tokens >= first.stats.prompt_tokens
+
+
 def test_an_answer_does_not_wait_for_the_reader_of_its_stream(llm):
     expected = llm.chat("hello", max_new_tokens=90, speculate=False).tokens
     stream = llm.chat("hello", stream=True, max_new_tokens=90, speculate=False)
