@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from fasteagle.decoding.context import common_prefix
+from fasteagle.decoding.context import FEW_TOKENS, common_prefix
 from fasteagle.decoding.runner import Runner
 from fasteagle.device import available_bytes, unless_short
 from fasteagle.drafting.company import Company
@@ -22,9 +22,6 @@ from fasteagle.generate import Engine
 
 Key = TypeVar("Key", bound=Hashable)
 Item = TypeVar("Item")
-
-
-FEW_TOKENS = 32  # of a text that may be lost: computing them again takes a pass
 
 
 class NoRoomError(FasteagleError):

@@ -13,10 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fasteagle.decoding.context import common_prefix
+from fasteagle.decoding.context import FEW_TOKENS, common_prefix
 from fasteagle.generate import Engine
-
-FEW_TOKENS = 32  # computing so many again costs no more than storing them
 
 
 @dataclasses.dataclass

@@ -36,6 +36,7 @@ PREFILL_CHUNK_CUDA = 1024
 # of splits, 71 MB in the shape of 7B over 4,096 positions.
 HEAD_CHUNK = 256
 FEW_PAIRS = 8  # number of rows that a follow-up question may compute again
+FEW_TOKENS = 32  # of a text: computing so many again costs no more than storing or copying them
 MAX_TREE_ROWS = 64  # cache rows free past the context for tokens not yet committed
 
 

@@ -81,9 +81,10 @@ def _candidates(max_topk: int, fused: bool) -> list[AnyShape]:
     sizes: list[AnyShape] = []
     for k in (k for k in WIDTHS if k <= max_topk):
         for depth in DEPTHS:
+            pool = head_pool(k, depth)
             for nodes in (rows - 1 for rows in ROWS):
                 reach = min(nodes, LOOKUP_REACH) if fused else 0
-                if not depth <= nodes <= head_pool(k, depth) + reach:
+                if not depth <= nodes <= pool + reach:
                     continue
                 if fused:
                     sizes.append(FusedShape(depth, k, nodes, max(1, reach)))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fasteagle.answering.prefix_cache import FEW_TOKENS, PrefixCache
+from fasteagle.answering.prefix_cache import PrefixCache
+from fasteagle.decoding.context import FEW_TOKENS
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.generate import Engine
