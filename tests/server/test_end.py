@@ -10,10 +10,12 @@ import gc
 import resource
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import threading
 import time
+from itertools import pairwise
 
 import httpx
 import pytest
@@ -193,12 +195,12 @@ def test_memory_does_not_grow(live):
         rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return len(gc.get_objects()), threading.active_count(), rss
 
-    ask(60)
-    (objects, threads, rss), *after = ask(10), ask(110), ask(10)
-    # Of two looks the smaller number: other threads make objects of their own meanwhile.
-    assert min(now[0] for now in after) < objects + 100
-    assert min(now[1] for now in after) <= threads + 1
-    assert after[-1][2] < 1.02 * rss
+    ask(40)
+    objects, threads, rss = zip(*[ask(50) for _ in range(6)], strict=True)
+    # What is lost grows each time. Timers come and go, more of them on a busy machine.
+    assert statistics.median(now - before for before, now in pairwise(objects)) < 25
+    assert min(threads[1:]) <= threads[0] + 1
+    assert rss[-1] < 1.02 * rss[0]
 
 
 def test_a_large_reply_does_not_wait_for_acknowledgements():
