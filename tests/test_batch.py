@@ -228,8 +228,8 @@ def test_the_time_between_two_steps_is_not_that_of_a_cycle(monkeypatch):
     begin(several, 0, ([9, 10], SamplingParams(), 20))
     while len(ms) < 3:
         several.step()
-        time.sleep(0.2)
-    assert min(ms) < 150
+        time.sleep(0.5)
+    assert min(ms) < 400
 
 
 def test_decisions_are_for_all_that_are_under_way(native, tmp_path):

@@ -241,6 +241,6 @@ def test_calls_in_which_a_thread_is_late_spare_one(library):
 def test_only_long_waits_count_and_count_for_those_who_wait(library):
     """The best of some tries: another program may delay a thread."""
     library.waited_ms.restype = ctypes.c_double
-    assert min(library.waited_ms(500) for _ in range(20)) == 0
-    waits = (library.waited_ms(30_000) for _ in range(5))
+    assert not all(library.waited_ms(500) for _ in range(100))
+    waits = (library.waited_ms(30_000) for _ in range(20))
     assert any(24 < waited < 36 for waited in waits)
