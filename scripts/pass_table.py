@@ -13,6 +13,7 @@ import statistics
 import click
 import torch
 
+from fasteagle.bench.measure import barrier_line, barrier_ns
 from fasteagle.cli.command import Script
 from fasteagle.cli.options import Numbers, model_options
 from fasteagle.compile.measurement import Measurement
@@ -36,11 +37,13 @@ def main(model: str, runtime_options: RuntimeOptions, rows: tuple[int, ...]) -> 
     phases = torch.ops.fasteagle_cpu.phases
     measurement = Measurement(engine, None)
     table: dict[str, list[float]] = {"pass": []}
+    barriers = []
     for T in rows:
         for _ in range(WARM):
             measurement.verify(T)
         phases()
         times = [measurement.verify(T) for _ in range(BLOCK)]
+        barriers.append(barrier_ns(engine))
         for name, total in phases().items():
             table.setdefault(name, []).append(total / BLOCK)
         table["pass"].append(statistics.median(times))
@@ -52,6 +55,7 @@ def main(model: str, runtime_options: RuntimeOptions, rows: tuple[int, ...]) -> 
         ["ms of", *(f"{T} rows" for T in rows)],
         [[name, *(f"{ms:.3f}" for ms in times)] for name, times in table.items()],
     )
+    print(barrier_line(barriers))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from typing import Any
 
 import click
 
+from fasteagle.bench.measure import barrier_line
 from fasteagle.bench.options import PRECISIONS, BenchOptions
 from fasteagle.bench.plot import check_plot, figure, save_chart
 from fasteagle.bench.report import build_report, metadata, print_report
@@ -133,6 +134,8 @@ def several(
             cells = [row.cells() for row in rows]
             print_table(HEADINGS, cells, md=md, title=None if md else precision)
             print(largest_batch(llm))
+            if barriers := barrier_line(ns for row in rows for ns in row.barriers):
+                print(barriers)
         records += [{"precision": precision, **dataclasses.asdict(row)} for row in rows]
     return {"meta": metadata(options, runtime_options), "rows": records}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ import torch
 from fasteagle.bench.roofline import device_reported_as
 from fasteagle.device import available_bytes, proc_field
 from fasteagle.errors import counted
+from fasteagle.generate import Engine
 
 READ_BYTES = 2**28  # far more than a last-level cache holds
 COPY_BYTES = 2**30
@@ -60,6 +61,21 @@ def copy_bandwidth(device: torch.device, n_bytes: int = COPY_BYTES) -> float:
     target = torch.empty_like(source)
     with torch.cuda.device_of(source):  # for which the timer waits
         return 2 * source.nbytes / _best_seconds(lambda: target.copy_(source)) / 1e9
+
+
+def barrier_ns(engine: Engine) -> float | None:
+    """Return the nanoseconds of a barrier of the CPU kernels' threads; None where they do not run.
+
+    On a virtual machine it tells where the host has put its cores at the moment: some 65 where they
+    share a cache, 300 where they do not, and then passes over several rows are slower.
+    """
+    return torch.ops.fasteagle_cpu.barrier_ns() if engine.backend.name == "cpu" else None
+
+
+def barrier_line(barriers: Iterable[float | None]) -> str:
+    """Return a line on the values of `barrier_ns`, empty if there are none."""
+    ns = [barrier for barrier in barriers if barrier is not None]
+    return f"a barrier of the threads: {min(ns):.0f} to {max(ns):.0f} ns" if ns else ""
 
 
 def _best_seconds(work: Callable[[], object]) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fasteagle import __version__
-from fasteagle.bench.measure import memory_bandwidth
+from fasteagle.bench.measure import barrier_line, memory_bandwidth
 from fasteagle.bench.options import BenchOptions
 from fasteagle.bench.rows import Row, percentile
 from fasteagle.device import accumulate_on, device_name, pick_device
@@ -61,6 +61,7 @@ def build_report(
             "mbu": round(read_gb_s / meta["bandwidth"]["gb_s"], 6),
             "context": round(row.context, 1),
             "peak_mem_gb": _rounded(row.peak_bytes / 1e9),
+            "barrier_ns": _rounded(statistics.median(row.barriers) if row.barriers else None),
             "scheme": row.scheme.name if row.scheme else None,
             "lm_head_bits": row.scheme.head_bits if row.scheme else None,
             "dtype": row.dtype,
@@ -195,6 +196,8 @@ def conditions(report: dict[str, Any]) -> str:
         "accepted by depth: share of passes that accepted at least 1, 2, 3 drafted tokens; "
         "tree: depth, top-k, nodes"
     )
+    if barriers := barrier_line(row["barrier_ns"] for row in report["rows"]):
+        text += f"; {barriers}"
     simulated = [row for row in report["rows"] if row["simulated"]]
     if not simulated:
         return text

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from fasteagle.bench.measure import barrier_ns
 from fasteagle.decoding.stats import Stats
 from fasteagle.llm import LLM
 from fasteagle.options import SamplingParams
@@ -50,6 +51,10 @@ class Decoder:
         """Return why cycles are not replayed as CUDA graphs, or None."""
         return None
 
+    def barrier_ns(self) -> float | None:
+        """Return what `measure.barrier_ns` does, for an engine of ours."""
+        return None
+
     def close(self) -> None:
         """Let go of the model, and note what was drafted."""
 
@@ -87,6 +92,9 @@ class LLMDecoder(Decoder):
     def uncaptured(self) -> str | None:
         return self.engine.runner.error
 
+    def barrier_ns(self) -> float | None:
+        return barrier_ns(self.engine)
+
     def close(self) -> None:
         drafter = self.engine.drafter
         if drafter is not None:
@@ -114,6 +122,7 @@ class Row:
     simulated_tau: float | None = None
     questions: list[list[Turn]] = dataclasses.field(default_factory=list)
     peak_bytes: int = 0
+    barriers: list[float] = dataclasses.field(default_factory=list)  # by question
 
     @property
     def turns(self) -> list[Turn]:

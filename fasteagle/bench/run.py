@@ -256,6 +256,8 @@ def answer(
     messages: list[Message] = []
     reset_peak, read_peak = peak_meter(device)
     row.questions.append([])
+    if (barrier := decoder.barrier_ns()) is not None:
+        row.barriers.append(barrier)
     for text in question.turns:
         messages.append({"role": "user", "content": text})
         prompt = tokenizer.encode(tokenizer.render(messages))

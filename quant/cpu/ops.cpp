@@ -229,6 +229,20 @@ c10::Dict<std::string, double> phases() {
   return all;
 }
 
+// Returns the nanoseconds of a barrier of all threads, next to none for one: what cores take to
+// tell each other something. It shows whether they share a cache.
+double barrier_ns() {
+  constexpr int N = 2000;
+  Clock::duration time{};
+  in_parallel([&](const Worker& me) {
+    me.team.barrier();
+    const Clock::time_point begin = Clock::now();
+    for (int i = 0; i < N; i++) me.team.barrier();
+    if (me.id == 0) time = Clock::now() - begin;
+  });
+  return std::chrono::duration<double, std::nano>(time).count() / N;
+}
+
 // Names of the tensors in each list that an operator takes, in order.
 c10::Dict<std::string, std::string> fields() {
   c10::Dict<std::string, std::string> all;
@@ -274,6 +288,7 @@ TORCH_LIBRARY(FASTEAGLE_NAMESPACE, m) {
   m.def("norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("rows(Tensor packed, Tensor index, int k) -> Tensor");
   m.def("isa() -> int", &isa);
+  m.def("barrier_ns() -> float", &barrier_ns);
   m.def("phases() -> Dict(str, float)", &phases);
   m.def("fields() -> Dict(str, str)", &fields);
 }

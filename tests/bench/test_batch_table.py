@@ -31,6 +31,22 @@ def test_a_table_of_sizes(script, questions, tiny_dir, tmp_path, monkeypatch):
     assert "KV cache; memory is free for" in memory
 
 
+def test_what_a_barrier_took_is_told(script, questions, tiny_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(several, "ROUNDS", 1)
+    arguments = ["--model", tiny_dir, "--data", questions, "--int8", "--json", tmp_path / "r.json"]
+    for threads in (2, 1):
+        result = script(*arguments, "--batch", 2, "--max-new-tokens", 3, "--threads", threads)
+        assert result.exit_code == 0, result.stderr
+        line = result.stdout.splitlines()[-1]
+        (row,) = json.loads((tmp_path / "r.json").read_text())["rows"]
+        assert len(row["barriers"]) == 2 and all(
+            (ns > 5) == (threads == 2) for ns in row["barriers"]
+        )
+        assert line == "a barrier of the threads: {:.0f} to {:.0f} ns".format(
+            *sorted(row["barriers"])
+        )
+
+
 def test_speeds_are_medians_over_plain_decoding_alone_and_beside():
     size = several.Size(4, 3, 10.0, plain=[20.0, 99.0, 22.0], drafting=[33.0, 30.0, 90.0], same=2)
     assert size.cells() == ("4", "22.0", "2.20", "33.0", "3.30", "1.50", "2 of 3")

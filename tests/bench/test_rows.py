@@ -111,7 +111,18 @@ def test_bandwidth_use_where_the_bandwidth_is_known(monkeypatch):
     row.kv_bytes = int(9.36e9 / 100.5)  # the cache is read too: as much again
     report = build_report([row], BenchOptions(), RuntimeOptions(device="cpu"), save_outputs=False)
     assert report["rows"][0]["mbu"] == pytest.approx(0.5)
-    assert "MBU of 936.0 GB/s (data sheet of RTX 3090)" in conditions(report)
+    said = conditions(report)
+    assert "MBU of 936.0 GB/s (data sheet of RTX 3090)" in said and "barrier" not in said
+
+
+def test_what_a_barrier_took_is_told(monkeypatch):
+    bandwidth = Bandwidth(936, "data sheet of RTX 3090", 850)
+    monkeypatch.setattr("fasteagle.bench.report.memory_bandwidth", lambda *device: bandwidth)
+    rows = [row_of(Turn([1] * 51, 0.5, 1.0, 25)) for _ in range(3)]
+    rows[0].barriers, rows[2].barriers = [40.0, 310.0, 60.4], [299.6]
+    report = build_report(rows, BenchOptions(), RuntimeOptions(device="cpu"), save_outputs=False)
+    assert [record["barrier_ns"] for record in report["rows"]] == [60.4, None, 299.6]
+    assert "; a barrier of the threads: 60 to 300 ns" in conditions(report)
 
 
 def test_arithmetic_of_a_simulated_row():
