@@ -39,9 +39,8 @@ def test_what_a_barrier_took_is_told(script, questions, tiny_dir, tmp_path, monk
         assert result.exit_code == 0, result.stderr
         line = result.stdout.splitlines()[-1]
         (row,) = json.loads((tmp_path / "r.json").read_text())["rows"]
-        assert len(row["barriers"]) == 2 and all(
-            (ns > 5) == (threads == 2) for ns in row["barriers"]
-        )
+        assert len(row["barriers"]) == 2 and min(row["barriers"]) > 0
+        assert threads == 2 or max(row["barriers"]) < 5, "one thread waits for nobody"
         assert line == "a barrier of the threads: {:.0f} to {:.0f} ns".format(
             *sorted(row["barriers"])
         )
