@@ -12,7 +12,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 TELL_SECONDS = 10.0
@@ -103,14 +103,13 @@ def telling(line: str, notify: Callable[[str], None] = note) -> Iterator[None]:
 
 
 def with_progress(
-    items: Iterable[Item],
-    total: int,
+    items: Sequence[Item],
     done: str,
     unit: str,
     notify: Callable[[str], None],
     more: Callable[[], str] = lambda: "",
 ) -> Iterator[Item]:
-    """Yield `items`; notify every `TELL_SECONDS` of how many of `total` units are `done`.
+    """Yield `items`; notify every `TELL_SECONDS` of how many units of all are `done`.
 
     `more` returns what the line says besides.
     """
@@ -119,7 +118,7 @@ def with_progress(
         yield item
         if time.monotonic() - last >= TELL_SECONDS:
             last = time.monotonic()
-            notify(f"{done} {number:,} of {total:,} {unit}{more()} ...")
+            notify(f"{done} {number:,} of {len(items):,} {unit}{more()} ...")
 
 
 def size_of(n_bytes: float) -> str:

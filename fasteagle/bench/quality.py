@@ -101,7 +101,7 @@ class Predictions:
     @torch.no_grad()
     def __init__(self, engine: Engine, windows: Sequence[list[int]]) -> None:
         self.windows = windows
-        steps = with_progress(windows, len(windows), "predicted", "windows", note)
+        steps = with_progress(windows, "predicted", "windows", note)
         self.features = [engine.features(ids) for ids in steps]
         self.lm_head: nn.Module = engine.model.lm_head
 
@@ -117,7 +117,7 @@ def _measure(
     """Compare a model's predictions with the reference's, a few rows at a time."""
     loss = kl = same = 0.0
     windows = predictions.windows
-    steps = with_progress(windows, len(windows), f"{precision}: compared", "windows", note)
+    steps = with_progress(windows, f"{precision}: compared", "windows", note)
     for i, ids in enumerate(steps):
         last = len(ids) - 1  # which predicts nothing that is known
         for begin in range(0, last, ROWS_AT_ONCE):

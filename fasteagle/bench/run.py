@@ -240,7 +240,7 @@ def with_speeds(questions: Sequence[Question], rows: Sequence[Row]) -> Iterator[
         rates = ", ".join(f"{row.name} {row.precision} {row.tok_s:.1f}" for row in rows)
         return f": {rates} tok/s"
 
-    return with_progress(questions, len(questions), "answered", "questions", note, speeds)
+    return with_progress(questions, "answered", "questions", note, speeds)
 
 
 def answer(

@@ -74,7 +74,7 @@ def measure_sizes(
     measured = {n: Size(n, len(questions)) for n in (1, *sizes)}
     warm_ups = int(not llm.engine.on_cpu)
     todo = [size for _ in range(warm_ups + ROUNDS) for size in measured.values()]
-    for size in with_progress(todo, len(todo), "measured", "sizes", note):
+    for size in with_progress(todo, "measured", "sizes", note):
         for speculate, speeds in ((False, size.plain), (True, size.drafting)):
             batch = requests(speculate)
             llm.answers.forget()  # prompts count

@@ -146,7 +146,7 @@ def quantized_weights(
     a line now and then.
     """
     names = sorted(expected_shapes(checkpoint.config)) + layer_names(checkpoint)
-    for name in with_progress(names, len(names), "quantized", "tensors", notify):
+    for name in with_progress(names, "quantized", "tensors", notify):
         own = None if name.startswith(MTP_LAYERS) else checkpoint.packed(name)
         if own is not None and (scheme.method == "own" or not is_block_linear(name)):
             yield name, own

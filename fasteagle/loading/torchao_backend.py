@@ -35,7 +35,7 @@ def quantize_with_torchao(
         head.weight = nn.Parameter(model.lm_head.weight.detach().clone(), requires_grad=False)
         quantize_(head, _config(Scheme(8) if scheme.head_bits == 8 else scheme, on_cpu))
         model.lm_head = head
-    for block in with_progress(model.blocks, len(model.blocks), "quantized", "blocks", notify):
+    for block in with_progress(list(model.blocks), "quantized", "blocks", notify):
         quantize_(block, _config(scheme, on_cpu))
 
 

@@ -126,7 +126,7 @@ def cached_features(
     require_free_space(folder, missing * row_bytes, "caching features")
     own = ranks.share(shards)
     notify = note if ranks.is_first else lambda line: None
-    for path, group in with_progress(own, len(own), "features of", "shards", notify):
+    for path, group in with_progress(own, "features of", "shards", notify):
         if not _is_whole(path):
             features = [_compute(engine, c, aux_layers) for c in group]
             with replacing(path) as temporary:
