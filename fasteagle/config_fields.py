@@ -85,7 +85,7 @@ class Fields:
     """
 
     def __init__(self, raw: Mapping[str, Any], source: str, prefix: str = "") -> None:
-        self._raw, self._source, self._prefix = raw, source, prefix
+        self.raw, self.source, self._prefix = raw, source, prefix
 
     def integer(
         self, key: str, default: int | None = None, *, least: int = 1, most: int = MOST
@@ -145,25 +145,25 @@ class Fields:
     def part(self, key: str) -> Fields:
         """Return the JSON object under `key`, empty where the key is absent."""
         value = self._checked(key, {}, "a JSON object", lambda v: isinstance(v, Mapping))
-        return Fields(value, self._source, f"{self._prefix}{key}.")
+        return Fields(value, self.source, f"{self._prefix}{key}.")
 
     @property
     def empty(self) -> bool:
-        return not self._raw
+        return not self.raw
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._raw)
+        return iter(self.raw)
 
     def __contains__(self, key: str) -> bool:
-        return self._raw.get(key) is not None
+        return self.raw.get(key) is not None
 
     def error(self, key: str, must: str) -> FasteagleError:
         """Return an error for the value of `key`, for checks that need several values."""
-        shown = f"is {_shown(self._raw[key])}" if key in self._raw else "is missing"
-        return FasteagleError(f"{self._source}: {self._prefix}{key} {shown}: must be {must}")
+        shown = f"is {_shown(self.raw[key])}" if key in self.raw else "is missing"
+        return FasteagleError(f"{self.source}: {self._prefix}{key} {shown}: must be {must}")
 
     def _checked(self, key: str, default: Any, must: str, fits: Callable[[Any], bool]) -> Any:
-        value = self._raw.get(key)
+        value = self.raw.get(key)
         value = default if value is None else value
         if value is None or not fits(value):
             raise self.error(key, must)

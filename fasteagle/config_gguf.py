@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from fasteagle.config import ModelConfig, MoEConfig, Multipliers, dense_width
@@ -50,22 +49,21 @@ _KEYS = {
 }
 
 
-def _linear_factor(fields: Fields, kind: str, metadata: Mapping[str, Any]) -> float:
+def _linear_factor(fields: Fields, kind: str) -> float:
     """Return the factor of linear RoPE scaling, by its key or the former one; 0 stands for 1."""
     keys = f"{kind}.rope.scaling.factor", f"{kind}.rope.scale_linear"
     key = next((key for key in keys if key in fields), None)
-    return 1.0 if key is None or metadata[key] == 0 else fields.number(key)
+    return 1.0 if key is None or fields.raw[key] == 0 else fields.number(key)
 
 
 def read_layer(
-    metadata: Mapping[str, Any], kind: str, source: str, rope_freq_factors: tuple[float, ...] | None
+    fields: Fields, kind: str, rope_freq_factors: tuple[float, ...] | None
 ) -> dict[str, Any]:
     """Return what models and draft heads of architecture `kind` share: widths, epsilon, RoPE."""
-    fields = Fields(metadata, source)
     scaling = fields.text(f"{kind}.rope.scaling.type", "linear")  # llama.cpp's default
     if scaling not in ("none", "linear"):
         raise FasteagleError(
-            f"{source}: GGUF RoPE scaling {scaling!r} is not supported: choose another file"
+            f"{fields.source}: GGUF RoPE scaling {scaling!r} is not supported: choose another file"
         )
     factor = f"{kind}.rope.scaling.attn_factor"
     if fields.number(factor, 1.0) != 1:
@@ -78,47 +76,39 @@ def read_layer(
     n_factors = shape["head_dim"] // 2
     if rope_freq_factors is not None and len(rope_freq_factors) != n_factors:
         raise FasteagleError(
-            f"{source}: rope_freqs.weight has {len(rope_freq_factors):,} values, half of the head "
-            f"is {n_factors:,}: fetch it again"
+            f"{fields.source}: rope_freqs.weight has {len(rope_freq_factors):,} values, half of "
+            f"the head is {n_factors:,}: fetch it again"
         )
     return {
         **shape,
         "norm_eps": fields.number(f"{kind}.attention.layer_norm_rms_epsilon", most=1),
         "rope_base": fields.number(f"{kind}.rope.freq_base", 10000.0),
-        "rope_linear_factor": _linear_factor(fields, kind, metadata)
-        if scaling == "linear"
-        else 1.0,
+        "rope_linear_factor": _linear_factor(fields, kind) if scaling == "linear" else 1.0,
         "rope_freq_factors": rope_freq_factors,
     }
 
 
 def from_gguf(
-    metadata: Mapping[str, Any],
-    *,
-    vocab_size: int,
-    tied: bool,
-    rope_freq_factors: tuple[float, ...] | None,
-    source: str,
+    fields: Fields, *, vocab_size: int, tied: bool, rope_freq_factors: tuple[float, ...] | None
 ) -> ModelConfig:
     """Read GGUF metadata: plain Python values by key."""
-    fields = Fields(metadata, source)
     kind = fields.text("general.architecture", "(none)")
     if kind not in _ARCHITECTURES:
         reason = _UNSUPPORTED.get(kind)
         raise FasteagleError(
-            f"{source}: GGUF architecture {kind!r} is not supported"
+            f"{fields.source}: GGUF architecture {kind!r} is not supported"
             f"{f' ({reason})' if reason else ''}; supported: {', '.join(_ARCHITECTURES)}"
         )
-    shape = read_layer(metadata, kind, source, rope_freq_factors)
+    shape = read_layer(fields, kind, rope_freq_factors)
     window = f"{kind}.attention.sliding_window"  # 0: none
     n_blocks = fields.integer(f"{kind}.block_count", most=MOST_LAYERS)
-    n_layer = n_blocks - mtp_layers(metadata, source, most=n_blocks - 1)
+    n_layer = n_blocks - mtp_layers(fields, most=n_blocks - 1)
     architecture = _ARCHITECTURES[kind]
     has_experts = fields.integer(f"{kind}.expert_count", 0, least=0) > 0
     if has_experts and kind not in _EXPERTS:
         raise FasteagleError(
-            f"{source}: GGUF architecture {kind!r} with experts is not supported: choose another "
-            "model"
+            f"{fields.source}: GGUF architecture {kind!r} with experts is not supported: choose "
+            "another model"
         )
     if has_experts or (kind in _EXPERTS and kind != "llama"):
         shape |= _experts(fields, kind, n_layer)
@@ -137,9 +127,8 @@ def from_gguf(
     )
 
 
-def mtp_layers(metadata: Mapping[str, Any], source: str, most: int = MOST_LAYERS) -> int:
+def mtp_layers(fields: Fields, most: int = MOST_LAYERS) -> int:
     """Return how many of a file's last blocks are layers for multi-token prediction."""
-    fields = Fields(metadata, source)
     kind = fields.text("general.architecture", "")
     return fields.integer(f"{kind}.nextn_predict_layers", 0, least=0, most=most)
 
@@ -173,9 +162,8 @@ def _experts(fields: Fields, kind: str, n_layer: int) -> dict[str, Any]:
     return {"moe": moe, "ffn_dim": dense_width(moe, fields.width(f"{kind}.embedding_length"))}
 
 
-def multipliers_from_gguf(metadata: Mapping[str, Any], source: str) -> Multipliers | None:
+def multipliers_from_gguf(fields: Fields) -> Multipliers | None:
     """Read the multipliers of a Granite model's GGUF metadata; None for other models."""
-    fields = Fields(metadata, source)
     if fields.text("general.architecture", "") != "granitemoe":
         return None
     return Multipliers(

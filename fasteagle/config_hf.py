@@ -49,7 +49,7 @@ def head_from_hf(raw: Mapping[str, Any], source: str) -> HeadConfig:
     are ignored (design of the public heads). Raises `FasteagleError`, as `Fields` words it.
     """
     fields = Fields(raw, source)
-    rope, common = _common(fields, source)
+    rope, common = _common(fields)
     block = ModelConfig(
         **common,
         n_layer=1,
@@ -85,9 +85,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-def _common(
-    fields: Fields, source: str, own: Mapping[str, Any] | None = None
-) -> tuple[Fields, dict[str, Any]]:
+def _common(fields: Fields, own: Mapping[str, Any] | None = None) -> tuple[Fields, dict[str, Any]]:
     """Return the RoPE part of a Hugging Face config, and what models and draft heads share.
 
     transformers 5 writes `rope_parameters`, older files `rope_scaling` and `rope_theta`; where both
@@ -97,7 +95,7 @@ def _common(
     _refuse_unsupported(fields)
     is_old = not fields.part("rope_scaling").empty
     rope = fields.part("rope_scaling" if is_old else "rope_parameters")
-    scaling, linear = _rope_scaling(fields, rope, source)
+    scaling, linear = _rope_scaling(fields, rope)
     return rope, {
         **read_shape(fields, _HF_KEYS, own.get("head_dim")),
         "vocab_size": fields.width("vocab_size"),
@@ -119,7 +117,7 @@ def from_hf(raw: Mapping[str, Any], source: str) -> ModelConfig:
             f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
         )
     own = _DEFAULTS.get(architecture, {})
-    rope, common = _common(fields, source, own)
+    rope, common = _common(fields, own)
     n_layer = fields.integer("num_hidden_layers", most=MOST_LAYERS)
     if architecture in _EXPERT_WIDTHS:
         common |= _hf_experts(fields, architecture, n_layer)
@@ -294,9 +292,7 @@ def _refuse_unsupported(fields: Fields) -> None:
         raise fields.error("quantization_config", "absent: use the unquantized checkpoint")
 
 
-def _rope_scaling(
-    fields: Fields, rope: Fields, source: str
-) -> tuple[Llama3RopeScaling | None, float]:
+def _rope_scaling(fields: Fields, rope: Fields) -> tuple[Llama3RopeScaling | None, float]:
     kind = rope.text("rope_type", rope.text("type", "default"))
     if kind == "default":
         return None, 1.0
@@ -304,7 +300,8 @@ def _rope_scaling(
         return None, rope.number("factor")
     if kind != "llama3":
         raise FasteagleError(
-            f"{source}: RoPE scaling {kind!r} is not supported; supported: default, linear, llama3"
+            f"{fields.source}: RoPE scaling {kind!r} is not supported; supported: default, linear, "
+            "llama3"
         )
     original = "original_max_position_embeddings"  # of two, transformers takes the outer one
     return read_llama3_scaling(rope, original, fields if original in fields else rope), 1.0

@@ -47,7 +47,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     checkpoint: Checkpoint
     if path.is_file():
         checkpoint = gguf = GGUFFile(path)
-        multipliers = multipliers_from_gguf(gguf.fields, str(path))
+        multipliers = multipliers_from_gguf(gguf.fields)
         halved = checkpoint.config.architecture in PAIRED_IN_GGUF
     else:
         raw = read_json(path / "config.json")

@@ -80,8 +80,8 @@ class GGUFFile(Checkpoint):
     def __init__(self, path: Path) -> None:
         self.path, self.files = path, [path]
         index = read_index(path)
-        self.fields = index.fields
-        parts = Fields(self.fields, str(path)).integer("split.count", 1, least=0)
+        self.fields = Fields(index.fields, str(path))
+        parts = self.fields.integer("split.count", 1, least=0)
         if parts > 1:
             raise FasteagleError(
                 f"{path}: one of {parts} parts: llama-gguf-split --merge joins them"
@@ -101,12 +101,11 @@ class GGUFFile(Checkpoint):
             vocab_size=embedding.shape[0],
             tied="lm_head.weight" not in named,
             rope_freq_factors=None if factors is None else rope_factors(path, self._data, factors),
-            source=str(path),
         )
         self.tensors: dict[str, GGUFTensor] = {}
         for name, tensor in named.items():
             self.tensors |= _matrices(self.config, name, tensor)
-        if mtp_layers(self.fields, str(path)):
+        if mtp_layers(self.fields):
             n_layer = self.config.n_layer
             self.tensors = {mtp_name(name, n_layer): t for name, t in self.tensors.items()}
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from families import MOE_FAMILIES
 from fasteagle.config import Multipliers
+from fasteagle.config_fields import Fields
 from fasteagle.config_gguf import from_gguf
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.changed import ChangedCheckpoint
@@ -157,7 +158,7 @@ def test_gguf_metadata_without_experts_or_blocks(kind, more, message):
     sizes |= {"block_count": 2, "attention.layer_norm_rms_epsilon": 1e-5}
     metadata = {"general.architecture": kind} | {f"{kind}.{key}": n for key, n in sizes.items()}
     with pytest.raises(FasteagleError, match=message):
-        from_gguf(metadata, vocab_size=9, tied=True, rope_freq_factors=None, source="m.gguf")
+        from_gguf(Fields(metadata, "m.gguf"), vocab_size=9, tied=True, rope_freq_factors=None)
 
 
 @pytest.mark.parametrize("case", ["gptq", "awq", "compressed", "compressed-8bit"])

@@ -18,6 +18,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fasteagle.config_fields import Fields
 from fasteagle.config_gguf import from_gguf
 from fasteagle.drafting.ladder import expected_of_head, ranks_of
 from fasteagle.errors import FasteagleError
@@ -271,8 +272,8 @@ GGUF_GOOD |= {"llama.attention.head_count": 4, "llama.attention.layer_norm_rms_e
 @fuzz(500)
 @given(changed=changes("general.architecture", *(f"llama.{key}" for key in GGUF_KEYS)))
 def test_metadata_of_gguf(changed):
-    more = dict(vocab_size=60, tied=True, rope_freq_factors=None, source="m.gguf")
-    outcome(lambda: from_gguf({**GGUF_GOOD, **changed}, **more))
+    fields = Fields({**GGUF_GOOD, **changed}, "m.gguf")
+    outcome(lambda: from_gguf(fields, vocab_size=60, tied=True, rope_freq_factors=None))
 
 
 SCHEME = {"bits": 4, "group_size": 32, "method": "minmax", "head_bits": 16}

@@ -87,7 +87,7 @@ def read_gguf_head(path: Path) -> tuple[dict[str, Any], State]:
     data = np.asarray(np.memmap(path, mode="r", dtype=np.uint8))
     rope = tensors.pop(gguf.ROPE_FACTORS, None)
     factors = None if rope is None else gguf.rope_factors(path, data, rope)
-    block = _block(path, index, factors)
+    block = _block(path, index, fields, factors)
     raw = layer_config(block, torch.float32) | {
         "architectures": ["eagle3"],
         GGUF_LAYERS: index.fields[layers],
@@ -124,10 +124,11 @@ def _put(path: Path, state: State, name: str, tensor: Tensor) -> None:
     state[name] = tensor
 
 
-def _block(path: Path, index: GGUFIndex, factors: tuple[float, ...] | None) -> ModelConfig:
+def _block(
+    path: Path, index: GGUFIndex, fields: Fields, factors: tuple[float, ...] | None
+) -> ModelConfig:
     """Return the decoder layer. Raises `FasteagleError` for what does not run here."""
-    fields = Fields(index.fields, str(path))
-    shape = read_layer(index.fields, "eagle3", str(path), factors)
+    shape = read_layer(fields, "eagle3", factors)
     if fields.integer(P + "block_count", 1) != 1:
         raise fields.error(P + "block_count", "1: choose another with --head")
     size, length = P + "vocab_size", P + "context_length"

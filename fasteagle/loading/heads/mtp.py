@@ -68,7 +68,7 @@ def read_layer(path: Path) -> tuple[Raw, State] | None:
     """
     file = gguf_of(path)
     if file is not None:
-        may_hold = file.is_file() and mtp_layers(read_index(file).fields, str(file)) > 0
+        may_hold = file.is_file() and mtp_layers(Fields(read_index(file).fields, str(file))) > 0
     else:
         raw = read_json(path / "config.json")
         architectures = Fields(raw, str(path / "config.json")).texts("architectures")
