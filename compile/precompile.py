@@ -27,7 +27,7 @@ from fasteagle.errors import first_line, note, telling
 from fasteagle.model import KEY_BLOCK, KVCache, Target, causal_mask
 from fasteagle.shapes import FusedShape, TreeShape
 from fasteagle.state import CycleSpec, DecodeState
-from fasteagle.tree import Pool, Relations, TreeView
+from fasteagle.tree import Pool, TreeView
 
 MOST_WORKERS = 16
 PROMPT_ROWS = 65  # above the limit of the kernels for a few rows
@@ -104,9 +104,9 @@ def compile_ahead(
     def launch() -> None:
         run_passes(backend.target, sorted({1, *ROWS, *(spec.rows for spec in specs)}))
         run_head(drafter, {spec.width for spec in specs if spec.width})
-        run_trees(drafter, specs, state, relate)
-        run_draws(backend.target, specs, state, draw)
-        run_commits(backend.target, specs, move_rows)
+        run_trees(drafter, specs, state)
+        run_draws(backend.target, specs, state)
+        run_commits(backend.target, specs)
 
     return compile_launches(launch, backend.target.weight.device)
 
@@ -165,12 +165,7 @@ def run_head(drafter: Drafter | None, widths: Iterable[int]) -> None:
 
 
 @torch.no_grad()
-def run_trees(
-    drafter: Drafter | None,
-    specs: Sequence[CycleSpec],
-    state: DecodeState,
-    relate: Callable[[Tensor, Tensor], Relations],
-) -> None:
+def run_trees(drafter: Drafter | None, specs: Sequence[CycleSpec], state: DecodeState) -> None:
     """Select the trees of `specs` from identical candidates and compute how their rows relate."""
     for spec in specs:
         row = torch.arange(spec.rows, device=state.root.device)
@@ -195,9 +190,7 @@ def _candidates(n: int, device: torch.device) -> Pool:
 
 
 @torch.no_grad()
-def run_draws(
-    target: Target, specs: Sequence[CycleSpec], state: DecodeState, draw: Callable[..., Tensor]
-) -> None:
+def run_draws(target: Target, specs: Sequence[CycleSpec], state: DecodeState) -> None:
     """Draw a token from the logits of one row in each sampling mode of `specs`."""
     logits = target.model.lm_head(target.weight.new_zeros(1, target.config.dim))
     for kind in {spec.kind for spec in specs}:
@@ -205,9 +198,7 @@ def run_draws(
 
 
 @torch.no_grad()
-def run_commits(
-    target: Target, specs: Sequence[CycleSpec], move_rows: Callable[[KVCache, Tensor, Tensor], None]
-) -> None:
+def run_commits(target: Target, specs: Sequence[CycleSpec]) -> None:
     """Move rows of a cache as the cycles of `specs` do at their commit."""
     cache = target.new_cache(KEY_BLOCK)
     for depth in sorted({spec.depth for spec in specs if spec.depth and not spec.in_place}):

@@ -78,7 +78,7 @@ def test_kernels_that_run_read_nothing_that_others_should_have_written(kernels_o
 
     def run(shape):
         specs = [engine.spec(shape, SamplingMode())]
-        run_trees(engine.drafter, specs, engine.state, cuda_ops.relate)
+        run_trees(engine.drafter, specs, engine.state)
 
     run(FusedShape(4, 3, 8, 8))  # the card refuses to read what nobody has written
     with collecting() as variants:

@@ -113,7 +113,7 @@ def test_passes_leave_the_engine_alone_and_stay_within_the_shortest_tables(max_s
     assert list(engine.generate(PROMPT, SamplingParams(), 8)) == expected
 
 
-def test_kernels_of_drafting_and_committing_are_among_them(kernels_on_cpu):
+def test_kernels_of_drafting_and_committing_are_among_them(kernels_on_cpu, monkeypatch):
     kernels_on_cpu.device = DEVICE
     target = random_target(tiny_config())
     engine = captured_engine(target, 256)
@@ -129,22 +129,24 @@ def test_kernels_of_drafting_and_committing_are_among_them(kernels_on_cpu):
         moved.append(len(path))
         block_kernels.commit(cache.rows, start, path)
 
+    monkeypatch.setattr(precompile, "move_rows", move_rows)
     with collecting() as variants:
         run_head(drafter, {spec.width for spec in specs})
-        run_trees(drafter, specs, state, cuda_ops.relate)
-        run_draws(Target(target), specs, state, cuda_ops.draw)
-        run_commits(Target(target), specs, move_rows)
+        run_trees(drafter, specs, state)
+        run_draws(Target(target), specs, state)
+        run_commits(Target(target), specs)
     names = ("chunk", "merge", "draw", "last", "commit")
     names += ("match", "look_up", "fuse", "rerank", "relations")
     assert {name for name, _ in variants} == {f"{name}_kernel" for name in names}
     assert moved == [4], "plain cycles move nothing"
 
 
-def test_a_token_is_drawn_in_each_mode_of_sampling():
+def test_a_token_is_drawn_in_each_mode_of_sampling(monkeypatch):
     engine, kinds = captured_engine(random_target(tiny_config()), 64), []
     modes = SamplingMode(), SamplingMode(greedy=False)
     specs = [engine.spec(None, kind) for kind in (*modes, *modes)]
-    run_draws(engine.backend.target, specs, engine.state, lambda *how: kinds.append(how[2]))
+    monkeypatch.setattr(precompile, "draw", lambda *how: kinds.append(how[2]))
+    run_draws(engine.backend.target, specs, engine.state)
     assert len(kinds) == 2 and {*kinds} == {*modes}
 
 
@@ -173,7 +175,8 @@ def test_the_rows_and_candidates_of_cycles_to_come(monkeypatch):
     engine.state.text[:4] = torch.tensor([1, 2, 1, 2])
     engine.state.seq_len.fill_(3)
     learned = [tensor.clone() for tensor in drafter.advanced]
-    run_trees(drafter, specs, engine.state, relations)
+    monkeypatch.setattr(precompile, "relate", relations)
+    run_trees(drafter, specs, engine.state)
     assert all(map(torch.equal, drafter.advanced, learned))
     launched = pools.copy()
     drafter.run_by(ops)
