@@ -27,8 +27,8 @@ from torch import Tensor
 
 from fasteagle.bench.linear_cases import DENSE, OURS, TORCHAO, make_case
 from fasteagle.bench.measure import copy_bandwidth
-from fasteagle.cli.command import Script
-from fasteagle.cli.options import FILE, Numbers, comma_list
+from fasteagle.cli.command import Names, Numbers, Script
+from fasteagle.cli.options import FILE
 from fasteagle.errors import FasteagleError, first_line
 from fasteagle.loading.registry import preset
 from fasteagle.paths import require_writable, write_json
@@ -42,32 +42,21 @@ KERNELS = (*OURS, DENSE, TORCHAO)
 CALLS = 40  # in a graph, at least
 
 
-def names(known: Sequence[str]) -> Callable[[click.Context, click.Parameter, str], list[str]]:
-    """Return the reader of an option that is a comma list of some of `known`."""
-
-    def read(_: click.Context, option: click.Parameter, text: str) -> list[str]:
-        for name in comma_list(text):
-            if name not in known:
-                raise click.BadParameter(f"{name!r} is unknown: use {', '.join(known)}")
-        return list(comma_list(text))
-
-    return read
-
-
 @click.command(cls=Script, help=__doc__)
 @click.option(
     "--model",
     "models",
     default="llama2-7b,llama2-13b,llama2-70b",
     show_default=True,
+    type=Names(),
     help="Comma list of registry names; only their shapes are used.",
 )
-@click.option("--linears", default=",".join(LINEARS), show_default=True, callback=names(LINEARS))
+@click.option("--linears", default=",".join(LINEARS), show_default=True, type=Names(LINEARS))
 @click.option(
     "--kernels",
     default=",".join(KERNELS),
     show_default=True,
-    callback=names(KERNELS),
+    type=Names(KERNELS),
     help="fp16 is cuBLAS, torchao is left out where it is missing.",
 )
 @click.option(
@@ -92,9 +81,9 @@ def names(known: Sequence[str]) -> Callable[[click.Context, click.Parameter, str
 @click.option("--json", "json_path", type=FILE, help="Write the full record here.")
 @click.option("--md", is_flag=True, help="Print the table in Markdown.")
 def main(
-    models: str,
-    linears: list[str],
-    kernels: list[str],
+    models: tuple[str, ...],
+    linears: tuple[str, ...],
+    kernels: tuple[str, ...],
     counts: tuple[int, ...],
     accumulate: str,
     repeats: int,
@@ -109,7 +98,7 @@ def main(
     bandwidth = meta["copy_gb_s"] = copy_bandwidth(torch.device(device))
     timings: list[dict[str, Any]] = []
     failures = []
-    shapes = [(m, *shape) for m in comma_list(models) for shape in fused_linears(m)]
+    shapes = [(m, *shape) for m in models for shape in fused_linears(m)]
     chosen = [shape for shape in shapes if shape[1] in linears]
     for (name, linear, N, K), kernel in itertools.product(chosen, kernels):
         try:

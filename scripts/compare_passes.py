@@ -19,8 +19,8 @@ from pathlib import Path
 
 import click
 
-from fasteagle.cli.command import Script, UserPath
-from fasteagle.cli.options import Numbers, model_options
+from fasteagle.cli.command import Numbers, Script, UserPath
+from fasteagle.cli.options import model_options
 from fasteagle.compile.measurement import Measurement
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.open import open_model

@@ -31,7 +31,7 @@ import click
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the package of this checkout, installed or not
 
-from fasteagle.cli.command import Script, UserPath  # noqa: E402
+from fasteagle.cli.command import Names, Script, UserPath  # noqa: E402
 from fasteagle.errors import FasteagleError, note, suggest  # noqa: E402
 from fasteagle.loading.registry import local_path  # noqa: E402
 from fasteagle.options import DEFAULT_MODEL  # noqa: E402
@@ -50,18 +50,17 @@ LOG_BYTES = 15 * 2**20  # of a log: it may give back files of 16 MiB
 GROUP_MINUTES = 9.0
 
 
-def chosen_stages(stages: Sequence[Stage], names: str | None) -> list[Stage]:
-    """Return the stages named in a comma list, all without one."""
+def chosen_stages(stages: Sequence[Stage], names: Sequence[str] | None) -> list[Stage]:
+    """Return the stages in `names`, all without them."""
     if names is None:
         return list(stages)
     known = {stage.name for stage in stages}
-    wanted = [name.strip() for name in names.split(",") if name.strip()]
-    for name in wanted:
+    for name in names:
         if name not in known:
             raise FasteagleError(
                 f"unknown stage {name!r}{suggest(name, known)}: use {', '.join(sorted(known))}"
             )
-    return [stage for stage in stages if stage.name in wanted]
+    return [stage for stage in stages if stage.name in names]
 
 
 def run_stages(
@@ -238,7 +237,7 @@ def pack(carried: Path) -> None:
 @click.command(cls=Script)
 @click.option("--out", type=UserPath(file_okay=False))
 @click.option("--group", type=click.IntRange(1, 4), help="Run one group of stages.  [default: all]")
-@click.option("--stages", "names", help="Comma list of names.  [default: all]")
+@click.option("--stages", "names", type=Names(), help="Comma list of names.  [default: all]")
 @click.option("--minutes", type=float, help=f"Time limit.  [default: {GROUP_MINUTES:g} per group]")
 @click.option("--dry-run", is_flag=True, help="Run on the CPU, with small shapes.")
 @click.option("--pack", "packs", is_flag=True, help=f"Only pack its files into {CARRIED.name}/.")
@@ -252,7 +251,7 @@ def pack(carried: Path) -> None:
 def main(
     out: Path | None,
     group: int | None,
-    names: str | None,
+    names: tuple[str, ...] | None,
     minutes: float | None,
     dry_run: bool,
     packs: bool,

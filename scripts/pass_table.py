@@ -14,8 +14,8 @@ import click
 import torch
 
 from fasteagle.bench.measure import barrier_line, barrier_ns
-from fasteagle.cli.command import Script
-from fasteagle.cli.options import Numbers, model_options
+from fasteagle.cli.command import Numbers, Script
+from fasteagle.cli.options import model_options
 from fasteagle.compile.measurement import Measurement
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.open import open_model

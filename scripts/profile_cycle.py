@@ -25,8 +25,8 @@ from fasteagle.bench.measure import copy_bandwidth
 from fasteagle.bench.roofline import Storage
 from fasteagle.bench.row_spec import RowSpec
 from fasteagle.bench.simulate import dummy_drafter
-from fasteagle.cli.command import Script
-from fasteagle.cli.options import FILE, Numbers
+from fasteagle.cli.command import Numbers, Script
+from fasteagle.cli.options import FILE
 from fasteagle.compile.blocks import compile_now
 from fasteagle.compile.int8_cache import cache_bytes
 from fasteagle.compile.measurement import CONTEXT, Measurement

@@ -28,8 +28,7 @@ from fasteagle.bench.roofline import (
     storage_named,
 )
 from fasteagle.bench.row_spec import RowSpec, check_tau, parse_rows
-from fasteagle.cli.command import Script
-from fasteagle.cli.options import Numbers, comma_list
+from fasteagle.cli.command import Names, Numbers, Script
 from fasteagle.config import HeadConfig, ModelConfig
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import open_checkpoint
@@ -50,34 +49,21 @@ LIMITS = (
 COUNTS = (1, 8, 16, 32, 64)  # rows of the table of products
 
 
-def names(_: click.Context, option: click.Parameter, text: str | None) -> tuple[str, ...] | None:
-    """Return the names in the comma list of an option, at least one."""
-    if text is None:
-        return None
-    if not comma_list(text):  # as of a shell's variable that is not set
-        raise click.BadParameter(f"{text!r} is empty: give one, or several as A,B")
-    return comma_list(text)
-
-
 @click.command(cls=Script, help=__doc__)
 @click.option(
     "--model",
     default=DEFAULT_MODEL,
-    callback=names,
+    type=Names(),
     help="Comma list: registry name, folder or file.",
 )
 @click.option(
-    "--device",
-    default="3090",
-    show_default=True,
-    callback=names,
-    help=f"GPU: {', '.join(DEVICES)}.",
+    "--device", default="3090", show_default=True, type=Names(), help=f"GPU: {', '.join(DEVICES)}."
 )
 @click.option(
     "--precision",
     default="int4",
     show_default=True,
-    callback=names,
+    type=Names(),
     help="Comma list: int4, int8 ...",
 )
 @click.option("--batch", default="1", type=Numbers(least=1), help="Comma list: texts per pass.")
@@ -88,7 +74,7 @@ def names(_: click.Context, option: click.Parameter, text: str | None) -> tuple[
 @click.option("--tree-nodes", default=15, show_default=True)
 @click.option("--fp16-accumulate", is_flag=True, help="Predict for fp16 accumulation.")
 @click.option("--terms", is_flag=True, help="Print the time of each part of a cycle.")
-@click.option("--rows", callback=names, help="Comma list: print bounds of these rows only.")
+@click.option("--rows", type=Names(), help="Comma list: print bounds of these rows only.")
 def main(
     model: tuple[str, ...],
     device: tuple[str, ...],

@@ -29,17 +29,8 @@ from fasteagle.bench.report import build_report, metadata, print_report
 from fasteagle.bench.run import run
 from fasteagle.bench.several import HEADINGS, largest_batch, measure_sizes
 from fasteagle.bench.simulate import check_simulated
-from fasteagle.cli.command import Script, refuse_options
-from fasteagle.cli.options import (
-    BENCH_MODEL,
-    DRAFT,
-    FILE,
-    Group,
-    Numbers,
-    comma_list,
-    groups,
-    options_of,
-)
+from fasteagle.cli.command import Numbers, Script, comma_list, refuse_options
+from fasteagle.cli.options import BENCH_MODEL, DRAFT, FILE, Group, groups, options_of
 from fasteagle.errors import FasteagleError, note
 from fasteagle.llm import MOST_AT_ONCE, open_llm
 from fasteagle.loading.open import open_dummy, open_model

@@ -23,8 +23,8 @@ import torch
 from fasteagle.bench.options import BenchOptions
 from fasteagle.bench.rows import Decoder, Row, Turn
 from fasteagle.bench.run import answer, build_rows, warm_up, with_speeds
-from fasteagle.cli.command import Script
-from fasteagle.cli.options import FILE, comma_list
+from fasteagle.cli.command import Names, Script
+from fasteagle.cli.options import FILE
 from fasteagle.decoding.context import common_prefix
 from fasteagle.device import device_name
 from fasteagle.errors import FasteagleError, counted, note
@@ -112,7 +112,9 @@ class LlamaCpp(Decoder):
 @click.option("--limit", type=int, help="Only the first N questions.")
 @click.option("--max-new-tokens", default=128, show_default=True)
 @click.option("--threads", type=int, help="CPU threads of both.  [default: all]")
-@click.option("--rows", default="plain,eagle,fused,ngram", show_default=True, help="Our rows.")
+@click.option(
+    "--rows", default="plain,eagle,fused,ngram", show_default=True, type=Names(), help="Our rows."
+)
 @click.option("--json", "json_path", type=FILE)
 def main(
     model: str,
@@ -120,12 +122,12 @@ def main(
     limit: int | None,
     max_new_tokens: int,
     threads: int | None,
-    rows: str,
+    rows: tuple[str, ...],
     json_path: Path | None,
 ) -> None:
     runtime = RuntimeOptions(threads=threads)
     options = BenchOptions(
-        model=model, rows=comma_list(rows), data=data, limit=limit, max_new_tokens=max_new_tokens
+        model=model, rows=rows, data=data, limit=limit, max_new_tokens=max_new_tokens
     )
     if json_path:
         require_writable(json_path)

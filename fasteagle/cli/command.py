@@ -164,3 +164,46 @@ class UserPath(click.Path):
         if not value:  # as of a shell's variable that is not set
             self.fail("the path is empty", *context)
         return super().convert(os.path.expanduser(value), *context)
+
+
+def comma_list(text: str) -> tuple[str, ...]:
+    """Return the parts of a text like `a, b,c` without blanks; empty ones are left out."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+class Names(click.ParamType):
+    """Parameter type of one name or more with commas between them, all of `known` if given."""
+
+    name = "names"
+
+    def __init__(self, known: Collection[str] = ()) -> None:
+        self._known = known
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        names = comma_list(value)
+        if not names:  # as of a shell's variable that is not set
+            self.fail(f"{value!r} is empty: give one, or several as A,B", param, ctx)
+        unknown = [name for name in names if self._known and name not in self._known]
+        if unknown:
+            self.fail(f"{unknown[0]!r} is unknown: use {', '.join(self._known)}", param, ctx)
+        return names
+
+
+class Numbers(click.ParamType):
+    """Parameter type of whole numbers with commas between them, as in `2,15,27`."""
+
+    name = "numbers"
+
+    def __init__(self, least: int | None = None) -> None:
+        self._least = least
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            numbers = tuple(int(part) for part in comma_list(value))
+        except ValueError:
+            numbers = ()
+        if not numbers:
+            self.fail(f"{value!r} is no list of numbers like 2,15,27", param, ctx)
+        if self._least is not None and min(numbers) < self._least:
+            self.fail(f"{min(numbers)} is out of range: use >= {self._least}", param, ctx)
+        return numbers

@@ -10,7 +10,7 @@ from click.core import ParameterSource
 
 from fasteagle import __version__
 from fasteagle.bench.options import EvalOptions
-from fasteagle.cli.command import Cli, UserPath, uncollected
+from fasteagle.cli.command import Cli, Numbers, UserPath, uncollected
 from fasteagle.cli.options import (
     ANSWERS,
     DRAFT,
@@ -23,7 +23,6 @@ from fasteagle.cli.options import (
     WEIGHTS,
     ChatOptions,
     ExportOptions,
-    Numbers,
     TalkOptions,
     gone,
     group,

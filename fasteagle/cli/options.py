@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import click
 
-from fasteagle.cli.command import UserPath
+from fasteagle.cli.command import Numbers, UserPath, comma_list
 from fasteagle.config_fields import text_of
 from fasteagle.errors import FasteagleError
 from fasteagle.option_fields import UNSAID, flag_of, option, require_unset, require_word
@@ -42,26 +42,6 @@ Made = TypeVar("Made")
 
 FILE = UserPath(dir_okay=False)
 FOLDER = UserPath(file_okay=False)
-
-
-class Numbers(click.ParamType):
-    """Parameter type of whole numbers with commas between them, as in `2,15,27`."""
-
-    name = "numbers"
-
-    def __init__(self, least: int | None = None) -> None:
-        self._least = least
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        try:
-            numbers = tuple(int(part) for part in comma_list(value))
-        except ValueError:
-            numbers = ()
-        if not numbers:
-            self.fail(f"{value!r} is no list of numbers like 2,15,27", param, ctx)
-        if self._least is not None and min(numbers) < self._least:
-            self.fail(f"{min(numbers)} is out of range: use >= {self._least}", param, ctx)
-        return numbers
 
 
 class Words(click.Choice[str]):
@@ -100,11 +80,6 @@ _KINDS = {
     "numbers": Numbers(),
     "existing folder": UserPath(file_okay=False, exists=True),
 }
-
-
-def comma_list(text: str) -> tuple[str, ...]:
-    """Return the parts of a text like `a, b,c` without blanks; empty ones are left out."""
-    return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def options_of(kind: type[Any], without: Iterable[str] = ()) -> tuple[Option, ...]:

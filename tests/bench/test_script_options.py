@@ -15,6 +15,8 @@ from helpers import invoke
 CARD = "--measure-on none --recipes none --out x"
 REFUSED = [
     ("bench_kernels", "--repeats 0", "'--repeats': 0 is not in the range x>=1"),
+    ("bench_kernels", "--linears out,x", "'--linears': 'x' is unknown: use qkv, out, gate_up"),
+    ("bench_kernels", "--kernels ,", "'--kernels': ',' is empty: give one, or several as A,B"),
     ("long_prompts", "--out x --count 0", "'--count': 0 is not in the range x>=1"),
     ("long_prompts", "--out x --tokens 0", "'--tokens': 0 is not in the range x>=1"),
     ("long_prompts", "--out /proc/x --model none", "cannot write /proc/x"),
