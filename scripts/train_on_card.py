@@ -17,6 +17,7 @@ import copy
 import dataclasses
 import itertools
 import json
+import math
 import sys
 import time
 from collections import Counter
@@ -37,6 +38,7 @@ from fasteagle.loading.checkpoint import load_model
 from fasteagle.loading.open import OpenedModel, open_model
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.model import EagleHead, Transformer
+from fasteagle.option_fields import require
 from fasteagle.options import DEFAULT_MODEL
 from fasteagle.paths import require_writable
 from fasteagle.prompts import Conversation, expecting, read_conversations
@@ -218,6 +220,8 @@ def main(
     feature_gib: float,
     out: Path,
 ) -> None:
+    for name, value in (("write-seconds", write_seconds), ("feature-gib", feature_gib)):
+        require(0 < value < math.inf, f"{name} {value:g} is out of range: use > 0")
     require_writable(out / "text.jsonl")
     if text is not None:
         refuse_options(OF_WRITING, "has no meaning with --text: drop one")
