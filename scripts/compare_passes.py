@@ -22,6 +22,7 @@ import click
 from fasteagle.cli.command import Numbers, Script, UserPath
 from fasteagle.cli.options import model_options
 from fasteagle.compile.measurement import Measurement
+from fasteagle.decoding.context import MAX_TREE_ROWS
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.open import open_model
 from fasteagle.options import RuntimeOptions
@@ -35,7 +36,7 @@ READY = "ready"
 @click.command(cls=Script, help=__doc__)
 @click.argument("other", type=UserPath(exists=True, file_okay=False))
 @model_options
-@click.option("--rows", default="1,2,4,8,16,32", show_default=True, type=Numbers(least=1))
+@click.option("--rows", default="1,2,4,8,16,32", show_default=True, type=Numbers(1, MAX_TREE_ROWS))
 @click.option("--rounds", default=40, show_default=True, type=click.IntRange(1))
 @click.option("--serve", is_flag=True, hidden=True)
 def main(

@@ -17,6 +17,7 @@ from fasteagle.bench.measure import barrier_line, barrier_ns
 from fasteagle.cli.command import Numbers, Script
 from fasteagle.cli.options import model_options
 from fasteagle.compile.measurement import Measurement
+from fasteagle.decoding.context import MAX_TREE_ROWS
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.open import open_model
 from fasteagle.options import RuntimeOptions
@@ -27,7 +28,9 @@ BLOCK, WARM = 40, 10  # passes of equal rows in a row, of which the first are no
 
 @click.command(cls=Script, help=__doc__)
 @model_options
-@click.option("--rows", default="1,2,3,4,5,6,8,12,16", show_default=True, type=Numbers(least=1))
+@click.option(
+    "--rows", default="1,2,3,4,5,6,8,12,16", show_default=True, type=Numbers(1, MAX_TREE_ROWS)
+)
 def main(model: str, runtime_options: RuntimeOptions, rows: tuple[int, ...]) -> None:
     engine = open_model(model, runtime_options).loaded(runtime_options).engine
     if engine.backend.name != "cpu":

@@ -30,6 +30,7 @@ from fasteagle.cli.options import FILE
 from fasteagle.compile.blocks import compile_now
 from fasteagle.compile.int8_cache import cache_bytes
 from fasteagle.compile.measurement import CONTEXT, Measurement
+from fasteagle.decoding.context import MAX_TREE_ROWS
 from fasteagle.generate import Engine
 from fasteagle.loading.open import PreparedModel, open_dummy
 from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
@@ -51,7 +52,11 @@ Event = tuple[str, float, float]  # a kernel, copy or fill: name, begin and end 
 @click.option("--device", default="cuda", show_default=True)
 @click.option("--tree", default="5/4/15", show_default=True, help="DEPTH/TOPK/NODES.")
 @click.option(
-    "--passes", default="1,16,32", show_default=True, type=Numbers(least=1), help="Rows per pass."
+    "--passes",
+    default="1,16,32",
+    show_default=True,
+    type=Numbers(1, MAX_TREE_ROWS),
+    help="Rows per pass.",
 )
 @click.option(
     "--cycles", default=16, show_default=True, type=click.IntRange(1), help="Cycles to profile."

@@ -60,7 +60,7 @@ OF_ROWS += ("save_outputs", "plot_path")
 )
 @click.option(
     "--batch",
-    type=Numbers(),
+    type=Numbers(1, MOST_AT_ONCE),
     help="Comma list of answers at once: their total speed, plain and with the default drafter, "
     "instead of --rows.",
 )
@@ -82,7 +82,7 @@ def main(
 ) -> None:
     precisions = _precisions(precision, runtime_options)
     if batch is not None:
-        _check_batch(batch)
+        refuse_options(OF_ROWS, "has no meaning with --batch: drop one")
     options = BenchOptions(model, precisions=precisions, **settings)
     if plot_path:
         check_plot(plot_path)
@@ -129,14 +129,6 @@ def several(
                 print(barriers)
         records += [{"precision": precision, **dataclasses.asdict(row)} for row in rows]
     return {"meta": metadata(options, runtime_options), "rows": records}
-
-
-def _check_batch(sizes: Sequence[int]) -> None:
-    """Raise `FasteagleError` for sizes of --batch that cannot be, and for options of rows."""
-    refuse_options(OF_ROWS, "has no meaning with --batch: drop one")
-    for size in sizes:
-        if not 1 <= size <= MOST_AT_ONCE:
-            raise FasteagleError(f"batch {size} is out of range: use 1 .. {MOST_AT_ONCE}")
 
 
 def _precisions(names: str | None, runtime: RuntimeOptions) -> tuple[str, ...]:

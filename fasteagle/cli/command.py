@@ -7,6 +7,7 @@ import contextlib
 import errno
 import gc
 import inspect
+import math
 import os
 import re
 import sys
@@ -194,8 +195,8 @@ class Numbers(click.ParamType):
 
     name = "numbers"
 
-    def __init__(self, least: int | None = None) -> None:
-        self._least = least
+    def __init__(self, least: float = -math.inf, most: float = math.inf) -> None:
+        self._limits = least, most
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
@@ -204,6 +205,9 @@ class Numbers(click.ParamType):
             numbers = ()
         if not numbers:
             self.fail(f"{value!r} is no list of numbers like 2,15,27", param, ctx)
-        if self._least is not None and min(numbers) < self._least:
-            self.fail(f"{min(numbers)} is out of range: use >= {self._least}", param, ctx)
+        least, most = self._limits
+        for number in (min(numbers), max(numbers)):
+            if not least <= number <= most:
+                limits = f">= {least}" if most == math.inf else f"{least} .. {most}"
+                self.fail(f"{number} is out of range: use {limits}", param, ctx)
         return numbers

@@ -72,7 +72,7 @@ REFUSED = [
     (CHAT, "--tree DIR/none.json", "tree file DIR/none.json"),
     (BENCH, "--json /proc/none.json", "cannot write /proc/none.json"),
     (BENCH, "--rows egale", "unknown row 'egale'"),
-    (BENCH, "--batch 1,9", "batch 9 is out of range: use 1 .. 8"),
+    (BENCH, "--batch 1,9", "'--batch': 9 is out of range: use 1 .. 8"),
     (BENCH, "--batch two", "'two' is no list of numbers"),
     (BENCH, "--batch 1 --rows plain", "--rows has no meaning with --batch: drop one"),
     (BENCH, "--batch 1 --load-format dummy --model llama2-7b", "--load-format has no meaning"),
