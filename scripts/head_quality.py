@@ -21,7 +21,6 @@ from fasteagle.cli.command import Script
 from fasteagle.cli.options import FILE, model_options
 from fasteagle.loading.heads.find import named_head
 from fasteagle.loading.open import open_model
-from fasteagle.loading.tensors import fingerprint
 from fasteagle.options import RuntimeOptions
 from fasteagle.prompts import read_conversations
 from fasteagle.tables import Rows, markdown_table
@@ -55,7 +54,7 @@ def main(
     conversations = read_conversations(data, config.vocab_size, max_len, limit)
     loaded = [named_head(head).loaded(config) for head in heads]
     runtime = opened.loaded(runtime_options)
-    loaded = loaded or [usual_head(opened, fingerprint(runtime.checkpoint))]
+    loaded = loaded or [usual_head(opened, runtime.checkpoint.fingerprint)]
     engine = runtime.engine
     qualities: dict[str, HeldOut] = {}
     for head in loaded:

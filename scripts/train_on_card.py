@@ -36,7 +36,6 @@ from fasteagle.device import TORCH_DTYPES, pick_device, pick_dtype
 from fasteagle.errors import FasteagleError, note
 from fasteagle.loading.checkpoint import load_model
 from fasteagle.loading.open import OpenedModel, open_model
-from fasteagle.loading.tensors import fingerprint
 from fasteagle.model import EagleHead, Transformer
 from fasteagle.option_fields import require
 from fasteagle.options import DEFAULT_MODEL
@@ -184,9 +183,9 @@ def train(
     note(f"{recipe.name}: {steps:,} steps of {1e3 * each:.1f} ms; before: {run.evaluate()}")
     with TrainingBar(run) as bar:
         run.run(bar.report, -(-steps // EVALUATIONS), save_every=1 << 30, tick=bar.tick)
-    n_tokens, identity = sum(len(c.ids) for c in texts), fingerprint(opened.checkpoint)
+    n_tokens = sum(len(c.ids) for c in texts)
     begun = {"seconds": recipe.seconds, "init": str(recipe.init) if recipe.init else None}
-    write_head(run, opened, identity, n_tokens, ["python", *sys.argv], recipe=begun)
+    write_head(run, opened, n_tokens, ["python", *sys.argv], recipe=begun)
 
 
 @click.command(cls=Script, help=__doc__)

@@ -22,7 +22,6 @@ from fasteagle.compile import blocks, measurement, precompile
 from fasteagle.loading import registry
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.heads.write import save_head
-from fasteagle.loading.tensors import fingerprint
 from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.options import DEFAULT_MODEL
 from helpers import (
@@ -131,7 +130,7 @@ def model(checkpoint):
 def head_dirs(checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Draft heads `eagle1` and `eagle3` of the tiny model; do not write into them."""
     target = load_model(checkpoint, dtype=torch.float32, device="cpu", max_seq_len=64)
-    folder, identity = tmp_path_factory.mktemp("heads"), fingerprint(checkpoint)
+    folder, identity = tmp_path_factory.mktemp("heads"), checkpoint.fingerprint
     for kind in ("eagle1", "eagle3"):
         eagle3 = eagle3_of(kind, target.config)
         head = random_head(target, rope_scaling=None, rope_base=10000.0, eagle3=eagle3)

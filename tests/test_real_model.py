@@ -144,12 +144,11 @@ def test_speculation_changes_no_token(checkpoint, model, tokenizer, params, text
 def test_the_shipped_head_belongs_to_the_model(checkpoint):
     from importlib import resources
 
-    from fasteagle.loading.tensors import fingerprint
     from head_files import load_head
 
     folder = Path(str(resources.files("fasteagle") / "data" / "heads" / DEFAULT_MODEL))
     head, header = load_head(folder, checkpoint.config)
-    assert header["target_fingerprint"] == fingerprint(checkpoint)
+    assert header["target_fingerprint"] == checkpoint.fingerprint
     assert len(head.target_ids()) == header["draft_vocab_size"]
     assert (folder / "model.safetensors").stat().st_size < 16e6
     assert header["alphas"][0] > 0.5
@@ -172,11 +171,10 @@ def test_its_linears_repack_with_zero_error(checkpoint):
 
 def test_int4_is_the_same_model_to_its_heads(checkpoint):
     from fasteagle.loading.quantize import with_scheme
-    from fasteagle.loading.tensors import fingerprint
 
     own = with_scheme(checkpoint, "int4")
     assert own.scheme.name == "int4-g32-own"
-    assert fingerprint(own) == fingerprint(checkpoint)
+    assert own.fingerprint == checkpoint.fingerprint
     config = checkpoint.config
     linear = config.linear_params * 0.625
     table = config.vocab_size * config.dim

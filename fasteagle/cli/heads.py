@@ -17,7 +17,6 @@ from fasteagle.loading.heads.read import open_head
 from fasteagle.loading.heads.tables import listed
 from fasteagle.loading.heads.write import HeadTarget, export_head
 from fasteagle.loading.open import Runtime, open_model
-from fasteagle.loading.tensors import fingerprint
 from fasteagle.options import RuntimeOptions
 from fasteagle.paths import require_place
 
@@ -43,13 +42,12 @@ def run_inspect_head(
         refuse_options(of_model - {*OF_WEIGHTS}, "needs a model that runs: add --probe, or drop it")
     files = named_head(path)
     opened = open_model(model, runtime_options) if model else None
-    target = identity = None
+    target = None
     if opened is not None:
         opened.check(runtime_options)
-        target = HeadTarget(opened.name, opened.checkpoint)
-        if runtime_options.quant is not None:
-            identity = fingerprint(opened.prepared(runtime_options).checkpoint)
-    report = inspect_head(files, target, aux_layers, identity)
+        weights = opened if runtime_options.quant is None else opened.prepared(runtime_options)
+        target = HeadTarget(opened.name, weights.checkpoint)
+    report = inspect_head(files, target, aux_layers)
     for line in report.lines():
         click.echo(line)
     if report.problem is not None:

@@ -40,7 +40,7 @@ from fasteagle.loading.heads.find import (
 from fasteagle.loading.lookup_files import read_documents
 from fasteagle.loading.open import OpenedModel, PreparedModel, open_model
 from fasteagle.loading.source import has_native, quantize_head_
-from fasteagle.loading.tensors import Checkpoint, DummyCheckpoint, fingerprint
+from fasteagle.loading.tensors import Checkpoint, DummyCheckpoint
 from fasteagle.model import EagleHead
 from fasteagle.options import DraftOptions, RuntimeOptions
 from fasteagle.paths import costs_path
@@ -203,10 +203,9 @@ class Drafting:
             )
         if options.drafter == "ngram":
             return self._ngram(engine, checkpoint, corpus)
-        identity = fingerprint(checkpoint)
         head = self.head
         try:
-            files = None if head else find_head(name, identity) or self.own
+            files = None if head else find_head(name, checkpoint.fingerprint) or self.own
             if files is not None:
                 head = files.loaded(engine.model.config, options.tap_layers)
         except FasteagleError as error:
@@ -214,8 +213,8 @@ class Drafting:
                 raise
             notify(f"warning: {error}")  # the answer does not depend on it
         if head is not None:
-            _tell_mismatch(head, name, identity, checkpoint, notify)
-            return self._eagle(engine, checkpoint, head, identity, notify, corpus)
+            _tell_mismatch(head, name, checkpoint, notify)
+            return self._eagle(engine, checkpoint, head, notify, corpus)
         if options.drafter != "auto":
             raise _no_head(name)
         notify("no draft head for this model: guessing from the context (n-grams) instead")
@@ -228,7 +227,6 @@ class Drafting:
         engine: Engine,
         checkpoint: Checkpoint,
         loaded: LoadedHead,
-        identity: str,
         notify: Callable[[str], None],
         corpus: Corpus | None,
     ) -> Drafter:
@@ -247,7 +245,7 @@ class Drafting:
         is_chain = isinstance(drafter.shape, GatedChain)
         if (options.auto_tree or is_chain) and isinstance(drafter, EagleDrafter):
             ranks = ranks_of(loaded.header)
-            drafter.tuning = _tuning(drafter, engine, checkpoint, identity, ranks, loaded.digest)
+            drafter.tuning = _tuning(drafter, engine, checkpoint, ranks, loaded.digest)
         notify(f"draft head {loaded.origin}: {drafter.name}, {drafter.shape.size}")
         return drafter
 
@@ -259,8 +257,7 @@ class Drafting:
             drafter.shape = _looked_up_chain(reach)
         # The fingerprint of random weights would generate all of them.
         if (self.options.auto_tree or native) and not isinstance(checkpoint, DummyCheckpoint):
-            identity = fingerprint(checkpoint)
-            drafter.tuning = _tuning(drafter, engine, checkpoint, identity, NGRAM_RANKS)
+            drafter.tuning = _tuning(drafter, engine, checkpoint, NGRAM_RANKS)
         return drafter
 
 
@@ -276,14 +273,9 @@ def _looked_up_chain(reach: int | None) -> GatedChain:
 
 
 def _tuning(
-    drafter: Drafter,
-    engine: Engine,
-    checkpoint: Checkpoint,
-    identity: str,
-    ranks: Ranks,
-    digest: str = "",
+    drafter: Drafter, engine: Engine, checkpoint: Checkpoint, ranks: Ranks, digest: str = ""
 ) -> Tuning:
-    """Return what the tuner needs, `identity` the target's fingerprint, `digest` the head's."""
+    """Return what the tuner needs; `digest` is that of the draft head's files."""
     precision = str(engine.dtype).removeprefix("torch.")
     if checkpoint.scheme is not None:
         precision = checkpoint.scheme.name + ("-native" if has_native(engine.model) else "")
@@ -293,20 +285,16 @@ def _tuning(
     kind = drafter.name.removesuffix("-chain")
     searches = drafter.lookup is not None and drafter.lookup.corpus is not None
     parts = (kind, shape, "corpus" if searches else "", digest[:12])
-    path = costs_path(identity, precision, "-".join(part for part in parts if part))
+    path = costs_path(checkpoint.fingerprint, precision, "-".join(part for part in parts if part))
     return Tuning(path, ranks, digest, searches)
 
 
 def _tell_mismatch(
-    head: LoadedHead,
-    name: str,
-    identity: str,
-    checkpoint: Checkpoint,
-    notify: Callable[[str], None],
+    head: LoadedHead, name: str, checkpoint: Checkpoint, notify: Callable[[str], None]
 ) -> None:
     """Notify where the draft head was not trained for these weights."""
     header, other = head.header, head.made_for
-    if header is not None and header.get("target_fingerprint") != identity:
+    if header is not None and header.get("target_fingerprint") != checkpoint.fingerprint:
         repair = f"train-head --model {name} --prompts FILE --out DIR"
         if checkpoint.scheme is not None:
             repair = f"calibrate-head --model {name} {checkpoint.scheme.option}"

@@ -18,13 +18,7 @@ from fasteagle.errors import FasteagleError, with_progress
 from fasteagle.loading.heads.mtp import layer_names
 from fasteagle.loading.names import MTP_LAYERS, expected_shapes, is_block_linear
 from fasteagle.loading.stored import StoredFolder, save
-from fasteagle.loading.tensors import (
-    Checkpoint,
-    DummyCheckpoint,
-    fingerprint,
-    load_floats,
-    weight_bytes,
-)
+from fasteagle.loading.tensors import Checkpoint, DummyCheckpoint, load_floats, weight_bytes
 from fasteagle.paths import (
     atomic_dir,
     cache_dir,
@@ -60,7 +54,7 @@ def with_scheme(
             kinds = ", ".join(checkpoint.widened)
             notify(f"{kinds} weights are converted: they run in 8 bits, 1.06 bytes each")
         return checkpoint.run_in(scheme)
-    name = f"{fingerprint(checkpoint)[:24]}-{_source(checkpoint)[:12]}-{scheme.name}"
+    name = f"{checkpoint.fingerprint[:24]}-{_source(checkpoint)[:12]}-{scheme.name}"
     folder = cache_dir() / "quantized" / name
     stored = _stored(folder, notify)
     if stored is None:
@@ -129,7 +123,7 @@ def write_folder(
     if place.type != "cpu":
         fix = f"quantize on the CPU: fasteagle quantize --precision {scheme.name} --device cpu"
     unless_short(
-        lambda: save(folder, checkpoint, scheme, fingerprint(checkpoint), weights),
+        lambda: save(folder, checkpoint, scheme, checkpoint.fingerprint, weights),
         lambda: short_of_memory(f"quantizing to {scheme.name}", place, lambda free: fix),
     )
 

@@ -13,6 +13,7 @@ import hashlib
 import math
 import zlib
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -81,6 +82,20 @@ class Checkpoint(abc.ABC):
     def columns(self, name: str) -> Tensor | None:
         """Return the order [K] of a weight's inputs (act-order), None for the model's order."""
         return None
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identity of the weights as stored, a sha256 digest in hex.
+
+        It covers every tensor's name, shape and first 1,024 values, dequantized to fp32, in the
+        order of the names: a lossless repack keeps the fingerprint, another quantization does not.
+        """
+        digest = hashlib.sha256()
+        for name in sorted(expected_shapes(self.config)):
+            first = self.start(name, 1024).flatten()[:1024].float().cpu().contiguous()
+            digest.update(f"{name}{self.shape(name)}".encode())
+            digest.update(first.numpy().tobytes())
+        return digest.hexdigest()
 
     def run_in(self, scheme: Scheme) -> Self:
         """Return a copy of the checkpoint whose block linears run in `scheme`.
@@ -276,20 +291,6 @@ def weight_map(index: Path) -> dict[str, str]:
         if Path(file).name != file or not 0 < len(file.encode(errors="replace")) <= MOST_NAME:
             raise fields.error(name, "the name of a file in the same folder")
     return files
-
-
-def fingerprint(checkpoint: Checkpoint) -> str:
-    """Return the identity of the weights as stored, a sha256 digest in hex.
-
-    It covers every tensor's name, shape and first 1,024 values, dequantized to fp32, in the order
-    of the names: a lossless repack keeps the fingerprint, another quantization does not.
-    """
-    digest = hashlib.sha256()
-    for name in sorted(expected_shapes(checkpoint.config)):
-        head = checkpoint.start(name, 1024).flatten()[:1024].float().cpu().contiguous()
-        digest.update(f"{name}{checkpoint.shape(name)}".encode())
-        digest.update(head.numpy().tobytes())
-    return digest.hexdigest()
 
 
 def files_digest(path: Path) -> str:

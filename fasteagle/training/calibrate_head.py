@@ -24,7 +24,7 @@ from fasteagle.errors import FasteagleError, counted, note
 from fasteagle.loading.heads.find import LoadedHead, find_head, named_head, own_layer
 from fasteagle.loading.heads.write import save_head
 from fasteagle.loading.open import OpenedModel, Runtime, open_model
-from fasteagle.loading.tensors import fingerprint, read_json
+from fasteagle.loading.tensors import read_json
 from fasteagle.options import RuntimeOptions
 from fasteagle.paths import (
     cache_dir,
@@ -69,7 +69,7 @@ def calibrate_head(model: str, runtime: RuntimeOptions, options: CalibrateOption
     if options.head is not None:
         head = named_head(options.head).loaded(opened.checkpoint.config, options.tap_layers)
     prepared = opened.prepared(runtime)
-    identity = fingerprint(prepared.checkpoint)
+    identity = prepared.checkpoint.fingerprint
     head = head or usual_head(opened, identity, options.tap_layers)
     scheme = prepared.scheme
     assert scheme is not None, "named above"
@@ -87,7 +87,7 @@ def calibrate_head(model: str, runtime: RuntimeOptions, options: CalibrateOption
         target = Runtime(prepared.name, prepared.checkpoint, prepared.tokenizer, prepared.engine())
         conversations = _text(target, options, work)
         unless_short(
-            lambda: _calibrate(target, head, identity, conversations, options, work, out),
+            lambda: _calibrate(target, head, conversations, options, work, out),
             lambda: short_of_memory("calibrating", prepared.device, lambda free: SHORT_OF_MEMORY),
         )
         note(f"head written to {out}")
@@ -101,7 +101,7 @@ def _check_early(opened: OpenedModel, runtime: RuntimeOptions, options: Calibrat
     longest = runtime.seq_len_for(config.max_seq_len, opened.name)
     if options.data is not None:
         require_no_pipe(options.data)  # it is read again after the weights
-        note_other_writer(options.data, opened.name, fingerprint(opened.checkpoint))
+        note_other_writer(options.data, opened.name, opened.checkpoint.fingerprint)
         _require_enough(read_conversations(options.data, config.vocab_size, longest))
     elif options.tokens < LEAST_TOKENS:
         raise FasteagleError(
@@ -185,7 +185,6 @@ def _require_enough(conversations: Sequence[Conversation]) -> None:
 def _calibrate(
     target: Runtime,
     head: LoadedHead,
-    identity: str,
     conversations: Sequence[Conversation],
     options: CalibrateOptions,
     work: Work,
@@ -193,7 +192,7 @@ def _calibrate(
 ) -> None:
     """Measure, distil, measure; write the draft head with the higher tau on held-out text."""
     engine, aux_layers = target.engine, head.head.config.aux_layers
-    key = store_key(conversations, identity, aux_layers)
+    key = store_key(conversations, target.checkpoint.fingerprint, aux_layers)
     compile_now(engine)
     store = cached_features(engine, conversations, work.folder / key, aux_layers=aux_layers)
     held_out = choose_held_out(conversations, max(8, len(conversations) // 8))
@@ -226,7 +225,7 @@ def _calibrate(
     note(f"distilled: {after}: {'kept' if is_better else 'not kept'}")
     better, held = (trainer.head, after) if is_better else (first, before)
     n_tokens = sum(len(c.ids) for c in training)
-    header = head_header(better, target, identity, n_tokens, held.as_dict())
+    header = head_header(better, target, n_tokens, held.as_dict())
     report = {
         "header": header,
         "head": head.origin,

@@ -11,7 +11,7 @@ from typing import Any
 
 from fasteagle.errors import FasteagleError, counted, note
 from fasteagle.loading.open import PreparedModel, Runtime, open_model
-from fasteagle.loading.tensors import Checkpoint, fingerprint
+from fasteagle.loading.tensors import Checkpoint
 from fasteagle.options import RuntimeOptions
 from fasteagle.paths import require_writable
 from fasteagle.training.data_file import DataFile
@@ -79,7 +79,7 @@ def _settings(
     source = "prompts" if options.prompts else "seeds" if options.seeds else "self"
     return {
         "model": name,
-        "fingerprint": fingerprint(checkpoint)[:16],
+        "fingerprint": checkpoint.fingerprint[:16],
         "served_model": options.served_model,
         "source": f"{source} {conversations.identity()}",
         "exclude": conversations.excluded.identity(),

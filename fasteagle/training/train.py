@@ -305,11 +305,7 @@ class TrainingBar:
 
 
 def head_header(
-    head: EagleHead,
-    target: Runtime | OpenedModel,
-    identity: str,
-    n_tokens: int,
-    held: dict[str, Any],
+    head: EagleHead, target: Runtime | OpenedModel, n_tokens: int, held: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the header of a trained draft head's file; `held` is `HeldOut.as_dict`."""
     scheme = target.checkpoint.scheme
@@ -317,7 +313,7 @@ def head_header(
     return {
         "algorithm": "mtp" if head.config.mtp else eagle,
         "target": target.name,
-        "target_fingerprint": identity,
+        "target_fingerprint": target.checkpoint.fingerprint,
         "scheme": None if scheme is None else scheme.name,
         "group_size": None if scheme is None else scheme.group_size or None,
         "draft_vocab_size": head.config.draft_vocab_size,

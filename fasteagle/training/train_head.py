@@ -18,7 +18,7 @@ from fasteagle.errors import FasteagleError, counted, note
 from fasteagle.loading.heads.read import open_head, with_vocabulary
 from fasteagle.loading.heads.write import save_head
 from fasteagle.loading.open import OpenedModel, Runtime, open_model
-from fasteagle.loading.tensors import files_digest, fingerprint
+from fasteagle.loading.tensors import files_digest
 from fasteagle.model import EagleHead, Transformer
 from fasteagle.option_fields import require_unset
 from fasteagle.options import RuntimeOptions
@@ -79,13 +79,14 @@ def _train_head(
     init = init_head(opened.checkpoint.config, run.init, options)
     data = _data(opened, runtime_options, run)
     runtime = opened.loaded(runtime_options)
-    identity = fingerprint(runtime.checkpoint)
     with ranks.first_alone():  # writes text, which the others then find
         conversations = _conversations(runtime, run, data)
     aux_layers = options.aux_layers_of(runtime.checkpoint.config.n_layer)
     scheme = runtime.checkpoint.scheme
     precision = "dense" if scheme is None else scheme.name
-    computed = f"{identity} {precision} {runtime.engine.dtype} {runtime_options.kv}"
+    computed = (
+        f"{runtime.checkpoint.fingerprint} {precision} {runtime.engine.dtype} {runtime_options.kv}"
+    )
     text = store_key(conversations, computed, aux_layers)
     store = _features(runtime, conversations, run, aux_layers, text, ranks)
     held_out = choose_held_out(conversations, run.held_out)
@@ -102,7 +103,7 @@ def _train_head(
         with TrainingBar(trainer) as bar:
             trainer.run(bar.report, run.every, patience=run.patience, tick=bar.tick)
         n_tokens = sum(len(c.ids) for c in training)
-        write_head(trainer, runtime, identity, n_tokens, ["fasteagle", *sys.argv[1:]])
+        write_head(trainer, runtime, n_tokens, ["fasteagle", *sys.argv[1:]])
     else:
         trainer.run(lambda entry: None, run.every, patience=run.patience)
     ranks.wait()
@@ -149,7 +150,7 @@ def _data(
         require_no_pipe(run.prompts)  # it is read again when the model answers
         read_questions(run.prompts, None)
     for path in run.data:
-        note_other_writer(path, opened.name, fingerprint(opened.checkpoint))
+        note_other_writer(path, opened.name, opened.checkpoint.fingerprint)
     max_len = min(run.max_len, runtime_options.seq_len_for(config.max_seq_len, opened.name))
     data = [c for path in run.data for c in read_conversations(path, config.vocab_size, max_len)]
     if run.prompts is None:
@@ -260,7 +261,6 @@ def _features(
 def write_head(
     trainer: Trainer,
     target: Runtime | OpenedModel,
-    identity: str,
     n_tokens: int,
     command: Sequence[str],
     **more: Any,
@@ -270,7 +270,7 @@ def write_head(
     `more` goes into the record of the run.
     """
     out, held = trainer.folder, trainer.history[-1]  # a run ends with an evaluation
-    header = head_header(trainer.head, target, identity, n_tokens, held)
+    header = head_header(trainer.head, target, n_tokens, held)
     header |= {"steps": trainer.step, "recipe": trainer.options.recipe}
     save_head(out, trainer.head, header, torch.bfloat16)
     record = {

@@ -21,7 +21,7 @@ from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.quantize import with_scheme
 from fasteagle.loading.source import Linears
 from fasteagle.loading.stored import StoredFolder
-from fasteagle.loading.tensors import DummyCheckpoint, WeightsFolder, fingerprint
+from fasteagle.loading.tensors import DummyCheckpoint, WeightsFolder
 from fasteagle.model import MoE
 from fasteagle.quant.scheme import Scheme
 from gguf_files import write_gguf
@@ -71,7 +71,7 @@ def test_experts_in_one_tensor_are_those_one_by_one(tmp_path, kind):
     for name in expected.names():
         assert opened.shape(name) == expected.shape(name)
         assert torch.equal(opened.load(name), expected.load(name)), name
-    assert fingerprint(opened) == fingerprint(expected)
+    assert opened.fingerprint == expected.fingerprint
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from fasteagle.loading import registry
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.heads.find import find_head, may_find_head, named_head
 from fasteagle.loading.heads.read import with_vocabulary
-from fasteagle.loading.tensors import files_digest, fingerprint
+from fasteagle.loading.tensors import files_digest
 from fasteagle.paths import cache_dir
 from head_folders import DIALECTS, head_for, write_folder
 from helpers import invoke, random_head, save_tiny
@@ -104,7 +104,7 @@ def test_chat_by_name_finds_target_and_published_head(tmp_path, hub_cache):
 def test_a_shipped_head_is_found_for_the_same_weights_under_another_name(
     tmp_path, monkeypatch, head_dirs, checkpoint
 ):
-    identity = fingerprint(checkpoint)
+    identity = checkpoint.fingerprint
     monkeypatch.setattr(resources, "files", lambda package: tmp_path)
     folder = tmp_path / "data" / "heads" / "famous-model"
     shutil.copytree(head_dirs / "eagle1", folder)
@@ -117,15 +117,15 @@ def test_fingerprint_is_of_the_stored_values(tiny_dir, tmp_path):
     from safetensors.torch import load_file
 
     same = shutil.copytree(tiny_dir, tmp_path / "same")
-    first = fingerprint(open_checkpoint(tiny_dir))
-    assert fingerprint(open_checkpoint(same)) == first
+    first = open_checkpoint(tiny_dir).fingerprint
+    assert open_checkpoint(same).fingerprint == first
     tensors = load_file(same / "model.safetensors")
     (same / "model.safetensors").unlink()
     torch.save(tensors, same / "pytorch_model.bin")
-    assert fingerprint(open_checkpoint(same)) == first
+    assert open_checkpoint(same).fingerprint == first
     tensors["model.norm.weight"][3] += 1e-3
     torch.save(tensors, same / "pytorch_model.bin")
-    assert fingerprint(open_checkpoint(same)) != first
+    assert open_checkpoint(same).fingerprint != first
 
 
 def test_vocabulary_can_be_changed_without_touching_the_weights(model):

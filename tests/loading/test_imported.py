@@ -16,7 +16,7 @@ from fasteagle.loading.imported import QuantizedFolder
 from fasteagle.loading.layouts import CompressedTensorsLayout
 from fasteagle.loading.names import expected_shapes
 from fasteagle.loading.source import Linears
-from fasteagle.loading.tensors import WeightsFolder, fingerprint
+from fasteagle.loading.tensors import WeightsFolder
 from fasteagle.quant import cpu_build
 from fasteagle.quant.formats import WAY_OUT
 from helpers import change_tensors, edit_json
@@ -86,7 +86,7 @@ def test_fingerprint_and_loaded_model_equal_the_dense_one(case, tmp_path):
     save_file(dense, tmp_path / "model.safetensors")
     opened = open_folder(tmp_path / "packed")
     plain = WeightsFolder(tmp_path, opened.config)
-    assert fingerprint(opened) == fingerprint(plain)
+    assert opened.fingerprint == plain.fingerprint
     a, b = (
         load_model(c, dtype=torch.float32, device="cpu", max_seq_len=16).state_dict()
         for c in (opened, plain)

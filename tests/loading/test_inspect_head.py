@@ -10,7 +10,6 @@ from fasteagle.generate import Engine
 from fasteagle.loading.heads import inspect as module
 from fasteagle.loading.heads.find import HeadFiles
 from fasteagle.loading.heads.write import save_head
-from fasteagle.loading.tensors import fingerprint
 from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.options import DraftOptions
 from head_folders import DIALECTS, DRAFT_IDS, head_for, write_folder
@@ -40,7 +39,7 @@ def own_head(model, checkpoint, tmp_path):
     eagle3 = Eagle3Config(aux_layers=(0, 1, 3), target_dim=64)
     head = random_head(model, eagle3=eagle3, rope_scaling=None, rope_base=1e4, qk_norm=False)
     header = {"target": "tiny", "scheme": "int4-g64", "tau": 2.5}
-    header["target_fingerprint"] = fingerprint(checkpoint)
+    header["target_fingerprint"] = checkpoint.fingerprint
     save_head(tmp_path / "own", head, header, torch.bfloat16)
     return tmp_path / "own"
 

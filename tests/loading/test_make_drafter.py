@@ -18,7 +18,6 @@ from fasteagle.loading import make_drafter as drafters
 from fasteagle.loading import open as opening
 from fasteagle.loading.heads.write import save_head
 from fasteagle.loading.make_drafter import Drafting
-from fasteagle.loading.tensors import fingerprint
 from fasteagle.options import DraftOptions, SamplingParams
 from fasteagle.paths import cache_dir
 from fasteagle.shapes import GatedChain, TreeShape, read_tree
@@ -175,7 +174,7 @@ def test_a_head_that_cannot_be_fetched_is_no_reason_not_to_answer(
 
 
 def test_a_damaged_calibrated_head_is_no_reason_not_to_answer(checkpoint, model):
-    folder = cache_dir() / "heads" / fingerprint(checkpoint)
+    folder = cache_dir() / "heads" / checkpoint.fingerprint
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
     said, engine = [], Engine(model, 512)

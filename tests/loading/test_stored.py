@@ -26,7 +26,7 @@ from fasteagle.loading.open import open_model
 from fasteagle.loading.quantize import with_scheme
 from fasteagle.loading.source import Linears, quantize_head_
 from fasteagle.loading.stored import StoredFolder, save
-from fasteagle.loading.tensors import DummyCheckpoint, fingerprint
+from fasteagle.loading.tensors import DummyCheckpoint
 from fasteagle.options import DraftOptions, RuntimeOptions
 from fasteagle.quant.linear import Int4Linear, Int8Linear, QuantizedLMHead
 from fasteagle.quant.params import quantize_weight
@@ -74,7 +74,7 @@ def test_written_folders_load_back_bit_equal(folder, tmp_path, quant):
         assert torch.equal(
             stored.start(name, 100).flatten()[:100], stored.load(name).flatten()[:100]
         )
-    assert fingerprint(stored) == fingerprint(direct) != fingerprint(open_checkpoint(folder))
+    assert stored.fingerprint == direct.fingerprint != open_checkpoint(folder).fingerprint
     chat = invoke("chat", "--model", out, "-p", "hello", "--max-new-tokens", 4, "--no-compile")
     assert chat.exit_code == 0 and "int" in chat.stderr, chat.output
 
@@ -102,7 +102,7 @@ def test_a_changed_model_is_quantized_again(folder, tmp_path, change):
     said: list[str] = []
     source = open_checkpoint(model)
     after = with_scheme(source, "int8", 8, said.append)
-    assert fingerprint(before) == fingerprint(after) and after.config == source.config
+    assert before.fingerprint == after.fingerprint and after.config == source.config
     assert (after.load(name) - source.load(name)).abs().max() < 0.01
     assert len(said) == (change != "nothing")
 
@@ -184,7 +184,7 @@ def test_a_damaged_folder_is_refused_and_in_the_cache_repaired_once(folder, dama
     lines: list[str] = []
     for head_bits in (8, 16):  # the second start does not quantize again
         again = with_scheme(open_checkpoint(folder), "int4-g32", head_bits, lines.append)
-        assert fingerprint(again) == fingerprint(first) and again.scheme.head_bits == head_bits
+        assert again.fingerprint == first.fingerprint and again.scheme.head_bits == head_bits
     assert len(lines) == 2, lines
     assert lines[0].startswith("weights in the user cache are damaged and are made again (")
     assert lines[1] == "quantizing to int4-g32-minmax (once; kept in the user cache) ..."

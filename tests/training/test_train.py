@@ -134,8 +134,8 @@ def test_a_new_head_begins_as_the_identity_on_the_feature(target):
 def test_a_header_names_the_algorithm(target, algorithm):
     eagle3 = eagle3_of(algorithm, target.config)
     head = random_head(target, eagle3=eagle3, mtp=algorithm == "mtp")
-    model = SimpleNamespace(name="tiny", checkpoint=SimpleNamespace(scheme=None))
-    header = head_header(head, model, "1", 9, HeldOut((0.5,), 1.5, 1).as_dict())
+    model = SimpleNamespace(name="tiny", checkpoint=SimpleNamespace(scheme=None, fingerprint="1"))
+    header = head_header(head, model, 9, HeldOut((0.5,), 1.5, 1).as_dict())
     assert header["algorithm"] == algorithm and header["scheme"] is header["group_size"] is None
 
 

@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file
 
 from fasteagle.loading.checkpoint import open_checkpoint
-from fasteagle.loading.tensors import fingerprint
 from fasteagle.paths import cache_dir, only_writer
 from fasteagle.training import train_head as module
 from head_files import load_head
@@ -51,7 +50,7 @@ def test_the_command_survives_a_kill_and_writes_a_head(tiny_dir, text_file, tmp_
     assert {path.name for path in out.iterdir()} == files
     checkpoint = open_checkpoint(tiny_dir)
     head, header = load_head(out, checkpoint.config)
-    assert header["target_fingerprint"] == fingerprint(checkpoint)
+    assert header["target_fingerprint"] == checkpoint.fingerprint
     assert header["draft_vocab_size"] == 128 == len(head.target_ids())
     assert header["recipe"].startswith("--loss paper --self-fed-steps 0 --noise 0.1")
     shown = invoke("inspect-head", out)

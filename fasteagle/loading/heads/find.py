@@ -21,7 +21,7 @@ from fasteagle.loading.entries import EAGLE3, EAGLE3_TOKENS, REGISTRY, Published
 from fasteagle.loading.heads.mtp import holds_layer
 from fasteagle.loading.heads.read import open_head, read_header
 from fasteagle.loading.registry import head_revision
-from fasteagle.loading.tensors import Checkpoint, files_digest, fingerprint, read_json
+from fasteagle.loading.tensors import Checkpoint, files_digest, read_json
 from fasteagle.model import EagleHead
 from fasteagle.paths import cache_dir
 
@@ -78,7 +78,7 @@ def may_find_head(name: str, checkpoint: Checkpoint) -> bool:
         return True
     if any((cache_dir() / "heads").glob("*/config.json")):  # perhaps of the quantized weights
         return True
-    return find_head(name, fingerprint(checkpoint)) is not None
+    return find_head(name, checkpoint.fingerprint) is not None
 
 
 def named_head(head: str) -> HeadFiles:

@@ -18,7 +18,6 @@ from fasteagle.loading.heads.find import HeadFiles
 from fasteagle.loading.heads.read import HeadSource, open_head
 from fasteagle.loading.heads.tables import EMBEDDING, IN_MODEL, LM_HEAD, MAP, listed
 from fasteagle.loading.heads.write import HeadTarget
-from fasteagle.loading.tensors import fingerprint
 from fasteagle.loading.tokenizer import ChatTokenizer
 from fasteagle.options import SamplingParams
 from fasteagle.prompts import read_questions
@@ -45,14 +44,10 @@ class HeadReport:
 
 
 def inspect_head(
-    files: HeadFiles,
-    model: HeadTarget | None,
-    aux_layers: tuple[int, ...] | None = None,
-    identity: str | None = None,
+    files: HeadFiles, model: HeadTarget | None, aux_layers: tuple[int, ...] | None = None
 ) -> HeadReport:
-    """Describe a draft head by its files, and whether it fits `model`.
+    """Describe a draft head by its files, and whether it fits `model`, with the weights it runs.
 
-    `identity` is the fingerprint of the weights that will run, where they are not the files' own.
     Raises `FasteagleError` for draft models that are not EAGLE heads and for damaged files.
     """
     source, problem = open_head(files.path), None
@@ -68,7 +63,7 @@ def inspect_head(
             fact = "trained with the model whose files hold it"
         elif source.header is None:
             fact = "unknown: published heads do not say which weights they were made for"
-        elif source.header.get("target_fingerprint") == (identity or fingerprint(model.checkpoint)):
+        elif source.header.get("target_fingerprint") == model.checkpoint.fingerprint:
             fact = "made for exactly these weights"
         else:
             fact = "made for other weights: it runs, but fewer guesses may be accepted"
