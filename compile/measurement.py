@@ -6,7 +6,6 @@ The timed work runs through the runner that will be used; no conversation is tou
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import statistics
 import time
@@ -93,10 +92,8 @@ class Measurement:
         level = {k: max(three[k] - one[k], 0.0) / 2 for k in one}
         lookup = _medians(times["lookup"]).get(0, 0.0)
         shape = None if self._drafter is None else self._drafter.shape
-        costs = Costs(passes, one, level, 0.0, 0.0, lookup, chain)
-        return dataclasses.replace(
-            costs, other=round(self._other(shape), 4), plain_other=round(self._other(None), 4)
-        )
+        other, plain_other = (round(self._other(each), 4) for each in (shape, None))
+        return Costs(passes, one, level, other, plain_other, lookup, chain)
 
     def _works(self) -> dict[str, dict[int, Callable[[], float]]]:
         """Return the work to time, by table and size: trees of 1 and 3 levels, or gated chains."""
