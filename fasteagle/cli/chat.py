@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 
 from fasteagle.cli.command import leave, silent, uncollected
@@ -34,15 +35,8 @@ def run_chat(
         preparation = llm.prepare(defaults.params, quiet=options.quiet, tune=is_conversation)
         if options.compile_blocks:
             preparation.wait_for_compiler(say)
-    session = ChatSession(
-        llm,
-        defaults.params,
-        defaults.answer,
-        options.system,
-        note if is_conversation else say,
-        options.think,
-        defaults.form,
-    )
+    settings = dataclasses.replace(defaults, system=options.system, think=options.think)
+    session = ChatSession(llm, settings, note if is_conversation else say)
     on_terminal = sys.stdout.isatty()
     style = Style(on_terminal, options.show_accepted, dims_thoughts=on_terminal and is_conversation)
     if question is None:

@@ -18,7 +18,7 @@ from fasteagle.decoding.stats import Stats
 from fasteagle.errors import FasteagleError, counted
 from fasteagle.llm import LLM
 from fasteagle.loading.tokenizer import Message
-from fasteagle.options import AnswerOptions, GrammarSpec, SamplingParams
+from fasteagle.options import Defaults
 
 
 class Piece(NamedTuple):
@@ -33,20 +33,12 @@ class ChatSession:
     """Conversation with one model; `notify` receives remarks for the user."""
 
     def __init__(
-        self,
-        llm: LLM,
-        params: SamplingParams,
-        answer: AnswerOptions,
-        system: str | None = None,
-        notify: Callable[[str], None] = lambda text: None,
-        think: bool | None = None,
-        form: GrammarSpec | None = None,
+        self, llm: LLM, defaults: Defaults, notify: Callable[[str], None] = lambda text: None
     ) -> None:
-        self.llm, self.form = llm, form
-        self.params, self.answer = params, answer
-        self.notify = notify
+        self.llm, self.notify = llm, notify
+        self.params, self.answer, self.form = defaults.params, defaults.answer, defaults.form
         self.turns: list[Message] = []  # user and assistant, alternating
-        self.system, self.think = system, think
+        self.system, self.think = defaults.system, defaults.think
 
     @property
     def stats(self) -> Stats:

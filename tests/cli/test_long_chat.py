@@ -16,7 +16,7 @@ from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.ladder import DEFAULT_RANKS
 from fasteagle.generate import Engine
 from fasteagle.llm import LLM
-from fasteagle.options import AnswerOptions, SamplingParams
+from fasteagle.options import AnswerOptions, Defaults
 from fasteagle.shapes import TreeShape
 from helpers import Letters, costs, random_head, random_target, tiny_config
 
@@ -45,7 +45,7 @@ def test_turns_at_a_full_context(tmp_path):
     follow_costs(drafter, costs())
     notes: list[str] = []
     llm = LLM("letters", engine, Letters(60))
-    session = ChatSession(llm, SamplingParams(), AnswerOptions(24), notify=notes.append)
+    session = ChatSession(llm, Defaults(answer=AnswerOptions(24)), notes.append)
 
     def ask(turn: int) -> None:
         assert any(piece.text for piece in session.ask(f"question {turn}"))

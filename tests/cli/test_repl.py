@@ -14,7 +14,7 @@ from fasteagle.cli import repl
 from fasteagle.cli.markdown import Style
 from fasteagle.cli.session import ChatSession, Piece
 from fasteagle.drafting.eagle import EagleDrafter
-from fasteagle.options import AnswerOptions, SamplingParams
+from fasteagle.options import AnswerOptions, Defaults
 from fasteagle.shapes import GatedChain, TreeShape
 from helpers import THINKING_TEMPLATE, raising, random_head
 
@@ -68,7 +68,7 @@ def test_quotes_end_a_text_of_several_lines_though_blanks_follow(monkeypatch):
 @pytest.fixture
 def typed(llm, capsys):
     """Returns what a new chat shows for a line; `typed.chat` is the chat."""
-    session = ChatSession(llm, SamplingParams(), AnswerOptions(max_new_tokens=30))
+    session = ChatSession(llm, Defaults(answer=AnswerOptions(max_new_tokens=30)))
     chat = repl.Repl(session, Style(False, False, False), quiet=False, plain=True)
 
     def shown(line: str) -> str:

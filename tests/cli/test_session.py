@@ -14,7 +14,7 @@ from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.llm import LLM
 from fasteagle.loading.tokenizer import load_tokenizer
-from fasteagle.options import AnswerOptions, GrammarSpec, SamplingParams
+from fasteagle.options import AnswerOptions, Defaults, GrammarSpec, SamplingParams
 from helpers import TINY_VOCAB, Letters, raising
 
 
@@ -22,8 +22,7 @@ from helpers import TINY_VOCAB, Letters, raising
 def session(model, tiny_dir):
     made = ChatSession(
         LLM("tiny", Engine(model, 512), load_tokenizer(tiny_dir)),
-        SamplingParams(1.0, top_p=0.95, seed=3),
-        AnswerOptions(max_new_tokens=12),
+        Defaults(SamplingParams(1.0, top_p=0.95, seed=3), AnswerOptions(max_new_tokens=12)),
     )
     made.remarks = []
     made.notify = made.remarks.append
@@ -64,7 +63,7 @@ def test_answer_equals_a_fresh_engine_on_the_rendered_conversation(session, mode
         answer(session, text)
     assert session.stats.cached_tokens > 0
     fresh = LLM("letters", Engine(model, 512), session.llm.tokenizer)
-    other = ChatSession(fresh, session.params, session.answer)
+    other = ChatSession(fresh, Defaults(session.params, session.answer))
     other.turns = session.turns[:-2]
     assert answer(other, "third") == session.turns[-1]["content"] != ""
     assert other.stats.cached_tokens == 0 and fresh.engine.cached == session.llm.engine.cached
@@ -131,7 +130,8 @@ def test_each_prompt_of_a_full_context_is_made_for_the_form():
         return Prompt("", [1] * 20 * len(messages))
 
     llm = SimpleNamespace(engine=SimpleNamespace(max_seq_len=64), prompt=prompt)
-    session = ChatSession(llm, SamplingParams(), AnswerOptions(4), form=GrammarSpec("regex", "a"))
+    settings = Defaults(answer=AnswerOptions(4), form=GrammarSpec("regex", "a"))
+    session = ChatSession(llm, settings)
     session.turns = [{"role": "user", "content": ""}] * 5
     session._fit()
     assert forms == [session.form] * 2 and len(session.turns) == 3

@@ -13,7 +13,7 @@ from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.generate import Engine
 from fasteagle.llm import LLM
 from fasteagle.loading.tokenizer import ChatTokenizer
-from fasteagle.options import AnswerOptions, GrammarSpec, SamplingParams
+from fasteagle.options import AnswerOptions, Defaults, GrammarSpec, SamplingParams
 from fasteagle.shapes import TreeShape
 from helpers import THINKING_TEMPLATE, TINY_VOCAB, Letters, random_head
 
@@ -50,7 +50,7 @@ def new_session(model, tokenizer, drafter=None):
     if drafter == "eagle":
         head = random_head(model, rope_scaling=None, rope_base=10000.0)
         engine.use(EagleDrafter(head, TreeShape(3, 3, 8)))
-    session = ChatSession(LLM("thinker", engine, tokenizer), DRAWN, AnswerOptions(12))
+    session = ChatSession(LLM("thinker", engine, tokenizer), Defaults(DRAWN, AnswerOptions(12)))
     session.remarks = []
     session.notify = session.remarks.append
     return session
@@ -134,7 +134,7 @@ def test_a_form_leaves_no_room_for_a_thought(thinking_dir):
     answers = [llm.chat("hello", regex=form.text), *llm.chat_batch(["hello"], regex=form.text)]
     n_tokens = len(llm.tokenizer.encode(text))
     assert [one.stats.prompt_tokens for one in answers] == [n_tokens] * 2
-    session = ChatSession(llm, SamplingParams(), AnswerOptions(12), form=form)
+    session = ChatSession(llm, Defaults(answer=AnswerOptions(12), form=form))
     shown = answer(session, "hello")
     assert shown in ("yes", "no") and session.turns[-1]["content"] == shown
     assert answer(session, "and more") in ("yes", "no")
