@@ -29,8 +29,9 @@ def option(
     """Return a dataclass field that is an option of the command line.
 
     `text` is its help. `unset` is the command line's default where it is not the field's; `kind` is
-    "text", "file", "folder", "existing folder", "comma list", "numbers" or the words to choose
-    from. A number's `limits` are "least", "most" and, excluded themselves, "above" and "below".
+    "text", "file", "result" (a file to write), "folder", "existing folder", "comma list", "numbers"
+    or the words to choose from. A number's `limits` are "least", "most" and, excluded themselves,
+    "above" and "below".
     """
     metadata = {"text": text, "flag": flag, "unset": unset, "kind": kind, "limits": limits}
     return dataclasses.field(default=default, metadata=metadata)

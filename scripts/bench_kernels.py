@@ -28,10 +28,10 @@ from torch import Tensor
 from fasteagle.bench.linear_cases import DENSE, OURS, TORCHAO, make_case
 from fasteagle.bench.measure import copy_bandwidth
 from fasteagle.cli.command import Names, Numbers, Script
-from fasteagle.cli.options import FILE
+from fasteagle.cli.options import RESULT
 from fasteagle.errors import FasteagleError, first_line
 from fasteagle.loading.registry import preset
-from fasteagle.paths import require_writable, write_json
+from fasteagle.paths import write_json
 from fasteagle.quant.interleaved import layout_for
 from fasteagle.quant.kernels import card_of
 from fasteagle.quant.tiling import Card, microseconds, tiling
@@ -78,7 +78,7 @@ CALLS = 40  # in a graph, at least
     "--repeats", default=20, show_default=True, type=click.IntRange(1), help="Timed runs of each."
 )
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
-@click.option("--json", "json_path", type=FILE, help="Write the full record here.")
+@click.option("--json", "json_path", type=RESULT, help="Write the full record here.")
 @click.option("--md", is_flag=True, help="Print the table in Markdown.")
 def main(
     models: tuple[str, ...],
@@ -91,8 +91,6 @@ def main(
     json_path: Path | None,
     md: bool,
 ) -> None:
-    if json_path:
-        require_writable(json_path)
     meta = conditions(accumulate, device)
     card = card_of(torch.device(device))
     bandwidth = meta["copy_gb_s"] = copy_bandwidth(torch.device(device))

@@ -23,10 +23,10 @@ from typing import Any
 import click
 
 from fasteagle.cli.command import Script
-from fasteagle.cli.options import FILE
+from fasteagle.cli.options import FILE, RESULT
 from fasteagle.config_fields import parse_json
 from fasteagle.errors import counted
-from fasteagle.paths import require_writable, write_atomic
+from fasteagle.paths import write_atomic
 from fasteagle.prompts import expecting, json_lines
 
 SECOND_TURNS = 0.35  # share of conversations
@@ -146,9 +146,8 @@ def _seed_task(line: str, where: str) -> dict[str, str]:
     help="Conversations, all different.",
 )
 @click.option("--seed", default=0, show_default=True)
-@click.option("--out", required=True, type=FILE)
+@click.option("--out", required=True, type=RESULT)
 def main(seeds: Path | None, count: int, seed: int, out: Path) -> None:
-    require_writable(out)
     tasks = json_lines(seeds) if seeds else ()
     maker = Maker([_seed_task(*task) for task in tasks], seed)
     conversations: dict[str, list[str]] = {}

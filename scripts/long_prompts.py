@@ -19,12 +19,12 @@ from pydoc_data.topics import topics
 import click
 
 from fasteagle.cli.command import Script
-from fasteagle.cli.options import FILE
+from fasteagle.cli.options import RESULT
 from fasteagle.errors import FasteagleError, counted
 from fasteagle.loading.open import open_model
 from fasteagle.loading.tokenizer import ChatTokenizer
 from fasteagle.options import RuntimeOptions
-from fasteagle.paths import require_writable, write_atomic
+from fasteagle.paths import write_atomic
 
 MODULES = "textwrap heapq shlex fnmatch queue sched string calendar csv statistics bisect copy"
 SUMMARIZE = "Summarize the following text in ten sentences.\n\n{text}"
@@ -85,9 +85,8 @@ def _argument(code: str) -> str:
     help="Tokens of each document.",
 )
 @click.option("--count", type=click.IntRange(1), default=12, show_default=True, help="Prompts.")
-@click.option("--out", required=True, type=FILE)
+@click.option("--out", required=True, type=RESULT)
 def main(model: str, n_tokens: int, count: int, out: Path) -> None:
-    require_writable(out)
     tokenizer = open_model(model, RuntimeOptions()).tokenizer
     texts = list(islice(questions(tokenizer, n_tokens), count))
     write_atomic(out, "".join(json.dumps({"turns": [text]}) + "\n" for text in texts).encode())

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fasteagle.cli.command import Script
-from fasteagle.cli.options import FILE, FOLDER
+from fasteagle.cli.options import FILE, FOLDER, RESULT
 from fasteagle.config import ModelConfig, MoEConfig, dense_width
 from fasteagle.errors import FasteagleError, note
 from fasteagle.loading.checkpoint import load_model
@@ -36,7 +36,7 @@ from fasteagle.loading.rope_order import rope_order
 from fasteagle.loading.tensors import Checkpoint, save_tensors
 from fasteagle.model import MLP, MoE, Target, Transformer, causal_mask
 from fasteagle.options import DEFAULT_MODEL
-from fasteagle.paths import atomic_dir, replacing, require_place, require_writable, write_json
+from fasteagle.paths import atomic_dir, replacing, require_place, write_json
 from fasteagle.prompts import read_conversations
 
 TOKENS, WINDOW = 4096, 512  # of the text that routers are made from, and of one pass
@@ -50,7 +50,7 @@ RIDGE = 1e-3  # of the mean square of an input
 @click.option("--experts", default=8, show_default=True, type=click.IntRange(2, 256))
 @click.option("--top-k", default=2, show_default=True, type=click.IntRange(1, 256))
 @click.option("--data", type=FILE, required=True, help="JSONL of generate-data to fit routers.")
-@click.option("--gguf", type=FILE, help="Also write this GGUF file; --model must be one.")
+@click.option("--gguf", type=RESULT, help="Also write this GGUF file; --model must be one.")
 @click.option("--gguf-type", default="Q8_0", show_default=True, help="Type of its block linears.")
 def main(
     out: Path, model: str, experts: int, top_k: int, data: Path, gguf: Path | None, gguf_type: str
@@ -67,7 +67,6 @@ def main(
     if gguf is not None:
         if gguf.exists():
             raise FasteagleError(f"{gguf} is there already: give another --gguf")
-        require_writable(gguf)
         kinds = "Q8_0", "Q4_0", "Q4_1", "F16", "F32"
         if gguf_type not in kinds:
             raise FasteagleError(f"GGUF type {gguf_type!r} is unknown: use {', '.join(kinds)}")

@@ -26,7 +26,7 @@ from fasteagle.bench.roofline import Storage
 from fasteagle.bench.row_spec import RowSpec
 from fasteagle.bench.simulate import dummy_drafter
 from fasteagle.cli.command import Numbers, Script
-from fasteagle.cli.options import FILE
+from fasteagle.cli.options import RESULT
 from fasteagle.compile.blocks import compile_now
 from fasteagle.compile.int8_cache import cache_bytes
 from fasteagle.compile.measurement import CONTEXT, Measurement
@@ -34,7 +34,7 @@ from fasteagle.decoding.context import MAX_TREE_ROWS
 from fasteagle.generate import Engine
 from fasteagle.loading.open import PreparedModel, open_dummy
 from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
-from fasteagle.paths import require_writable, write_json
+from fasteagle.paths import write_json
 from fasteagle.tables import print_table
 
 PROMPT = list(range(5, 261))
@@ -62,7 +62,7 @@ Event = tuple[str, float, float]  # a kernel, copy or fill: name, begin and end 
     "--cycles", default=16, show_default=True, type=click.IntRange(1), help="Cycles to profile."
 )
 @click.option("--compile/--no-compile", "compile_", default=True, show_default=True)
-@click.option("--json", "json_path", type=FILE)
+@click.option("--json", "json_path", type=RESULT)
 def main(
     model: str,
     precision: str,
@@ -74,8 +74,6 @@ def main(
     compile_: bool,
     json_path: Path | None,
 ) -> None:
-    if json_path:
-        require_writable(json_path)
     draft = RowSpec.parse(f"eagle@{tree}").draft_options(DraftOptions())
     where = RuntimeOptions(device=device, max_seq_len=1024, kv=kv, cpu_kernels="aten")
     prepared = open_dummy(model).prepared(where.at(precision))

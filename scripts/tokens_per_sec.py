@@ -30,12 +30,12 @@ from fasteagle.bench.run import run
 from fasteagle.bench.several import HEADINGS, largest_batch, measure_sizes
 from fasteagle.bench.simulate import check_simulated
 from fasteagle.cli.command import Numbers, Script, comma_list, refuse_options
-from fasteagle.cli.options import BENCH_MODEL, DRAFT, FILE, Group, groups, options_of
+from fasteagle.cli.options import BENCH_MODEL, DRAFT, FILE, RESULT, Group, groups, options_of
 from fasteagle.errors import FasteagleError, note
 from fasteagle.llm import MOST_AT_ONCE, open_llm
 from fasteagle.loading.open import open_dummy, open_model
 from fasteagle.options import RuntimeOptions
-from fasteagle.paths import require_writable, write_json
+from fasteagle.paths import write_json
 from fasteagle.prompts import Question, read_questions
 from fasteagle.tables import print_table
 
@@ -64,7 +64,7 @@ OF_ROWS += ("save_outputs", "plot_path")
     help="Comma list of answers at once: their total speed, plain and with the default drafter, "
     "instead of --rows.",
 )
-@click.option("--json", "json_path", type=FILE, help="Write the full record here.")
+@click.option("--json", "json_path", type=RESULT, help="Write the full record here.")
 @click.option("--save-outputs", is_flag=True, help="Put the answers' token ids into the record.")
 @click.option("--plot", "plot_path", type=FILE, help="Draw a chart here: .png, .svg or .pdf.")
 @click.option("--md", is_flag=True, help="Print the table in Markdown.")
@@ -86,8 +86,6 @@ def main(
     options = BenchOptions(model, precisions=precisions, **settings)
     if plot_path:
         check_plot(plot_path)
-    if json_path:
-        require_writable(json_path)
     check_simulated(options, runtime_options, load_format == "dummy")
     questions = read_questions(options.data, options.limit)
     if batch is not None:

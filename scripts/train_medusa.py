@@ -16,19 +16,19 @@ import click
 from fasteagle.bench.rivals.medusa import save_medusa
 from fasteagle.bench.rivals.train_medusa import train_medusa
 from fasteagle.cli.command import Script
-from fasteagle.cli.options import FILE, model_options
+from fasteagle.cli.options import FILE, RESULT, model_options
 from fasteagle.errors import note
 from fasteagle.loading.open import open_model
 from fasteagle.option_fields import require
 from fasteagle.options import RuntimeOptions
-from fasteagle.paths import replacing, require_writable
+from fasteagle.paths import replacing
 from fasteagle.prompts import read_conversations
 
 
 @click.command(cls=Script)
 @model_options
 @click.option("--data", type=FILE, required=True, help="JSONL of conversations as token ids.")
-@click.option("--out", type=FILE, required=True, help="File to write (.safetensors).")
+@click.option("--out", type=RESULT, required=True, help="File to write (.safetensors).")
 @click.option(
     "--positions",
     type=click.IntRange(1),
@@ -43,7 +43,6 @@ def main(
 ) -> None:
     """Train Medusa's heads; prints how often each head's best token is right."""
     require(0 < settings["lr"] <= 1, f"lr {settings['lr']} is out of range: use > 0 and <= 1")
-    require_writable(out)
     engine = open_model(model, runtime_options).loaded(runtime_options).engine
     conversations = read_conversations(data, engine.model.config.vocab_size, engine.max_seq_len)
     heads, ranks = train_medusa(engine, conversations, notify=note, **settings)

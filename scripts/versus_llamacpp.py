@@ -24,13 +24,13 @@ from fasteagle.bench.options import BenchOptions
 from fasteagle.bench.rows import Decoder, Row, Turn
 from fasteagle.bench.run import answer, build_rows, warm_up, with_speeds
 from fasteagle.cli.command import Names, Script
-from fasteagle.cli.options import FILE
+from fasteagle.cli.options import FILE, RESULT
 from fasteagle.decoding.context import common_prefix
 from fasteagle.device import device_name
 from fasteagle.errors import FasteagleError, counted, note
 from fasteagle.loading.open import open_model
 from fasteagle.options import DEFAULT_MODEL, RuntimeOptions
-from fasteagle.paths import require_writable, write_json
+from fasteagle.paths import write_json
 from fasteagle.prompts import read_questions
 from fasteagle.tables import print_table
 
@@ -115,7 +115,7 @@ class LlamaCpp(Decoder):
 @click.option(
     "--rows", default="plain,eagle,fused,ngram", show_default=True, type=Names(), help="Our rows."
 )
-@click.option("--json", "json_path", type=FILE)
+@click.option("--json", "json_path", type=RESULT)
 def main(
     model: str,
     data: Path | None,
@@ -129,8 +129,6 @@ def main(
     options = BenchOptions(
         model=model, rows=rows, data=data, limit=limit, max_new_tokens=max_new_tokens
     )
-    if json_path:
-        require_writable(json_path)
     questions = read_questions(data, limit)
     opened = open_model(model, runtime)
     path = opened.path

@@ -19,7 +19,7 @@ import click
 from click.core import ParameterSource
 
 from fasteagle.errors import LONGEST_SHOWN, FasteagleError, cut, is_out_of_memory, require_linux
-from fasteagle.paths import more_space
+from fasteagle.paths import more_space, require_writable
 
 
 @contextlib.contextmanager
@@ -165,6 +165,18 @@ class UserPath(click.Path):
         if not value:  # as of a shell's variable that is not set
             self.fail("the path is empty", *context)
         return super().convert(os.path.expanduser(value), *context)
+
+
+class ResultPath(UserPath):
+    """Path of a file to write after a long run, which it refuses before where it cannot be."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False)
+
+    def convert(self, value: Any, *context: Any) -> Any:
+        path = super().convert(value, *context)
+        require_writable(path)
+        return path
 
 
 def comma_list(text: str) -> tuple[str, ...]:

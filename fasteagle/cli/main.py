@@ -14,11 +14,11 @@ from fasteagle.cli.command import Cli, Numbers, UserPath, uncollected
 from fasteagle.cli.options import (
     ANSWERS,
     DRAFT,
-    FILE,
     FOLDER,
     MODEL,
     OPTIONAL_MODEL,
     QUALITY_MODEL,
+    RESULT,
     SERVED_ANSWERS,
     WEIGHTS,
     ChatOptions,
@@ -92,7 +92,7 @@ def models(memory: bool) -> None:
 @groups(QUALITY_MODEL)
 @group(EvalOptions, "options")
 @click.option("--md", is_flag=True, help="Print the table in Markdown.")
-@click.option("--json", "json_path", type=FILE, help="File for the results.")
+@click.option("--json", "json_path", type=RESULT, help="File for the results.")
 def eval_(
     model: str,
     runtime_options: RuntimeOptions,

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import click
 
-from fasteagle.cli.command import Numbers, UserPath, comma_list
+from fasteagle.cli.command import Numbers, ResultPath, UserPath, comma_list
 from fasteagle.config_fields import text_of
 from fasteagle.errors import FasteagleError
 from fasteagle.option_fields import UNSAID, flag_of, option, require_unset, require_word
@@ -42,6 +42,7 @@ Made = TypeVar("Made")
 
 FILE = UserPath(dir_okay=False)
 FOLDER = UserPath(file_okay=False)
+RESULT = ResultPath()
 
 
 class Words(click.Choice[str]):
@@ -76,6 +77,7 @@ def utf8(raw: bytes, what: str) -> str:
 _KINDS = {
     "text": Text(),
     "file": FILE,
+    "result": RESULT,
     "folder": FOLDER,
     "numbers": Numbers(),
     "existing folder": UserPath(file_okay=False, exists=True),

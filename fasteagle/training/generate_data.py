@@ -13,7 +13,6 @@ from fasteagle.errors import FasteagleError, counted, note
 from fasteagle.loading.open import PreparedModel, Runtime, open_model
 from fasteagle.loading.tensors import Checkpoint
 from fasteagle.options import RuntimeOptions
-from fasteagle.paths import require_writable
 from fasteagle.training.data_file import DataFile
 from fasteagle.training.dialogues import Answerer, Conversations, Dialogue, hold
 from fasteagle.training.local_model import LocalModel, user_prefix
@@ -34,7 +33,6 @@ def generate_data(
             "says how to run it"
         )
     conversations = Conversations(options)
-    require_writable(options.out)
     opened = open_model(model, runtime)
     opened.check(runtime)
     tokenizer = opened.tokenizer

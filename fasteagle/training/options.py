@@ -206,7 +206,7 @@ class DataOptions:
         'JSONL with {"instruction": "..."} lines, after which the model writes new ones.',
         kind="file",
     )
-    out: Path = option(text="JSONL to write; a run that was cut off continues it.", kind="file")
+    out: Path = option(text="JSONL to write; a run that was cut off continues it.", kind="result")
     count: int | None = option(
         None, "Conversations, those dropped included.  [default: every prompt]", least=1
     )
