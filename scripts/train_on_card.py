@@ -29,7 +29,7 @@ import click
 import torch
 
 from fasteagle.cli.command import Script, refuse_options
-from fasteagle.cli.options import FILE, FOLDER
+from fasteagle.cli.options import group
 from fasteagle.config import ModelConfig
 from fasteagle.config_fields import parse_json
 from fasteagle.device import TORCH_DTYPES, pick_device, pick_dtype
@@ -37,7 +37,7 @@ from fasteagle.errors import FasteagleError, note
 from fasteagle.loading.checkpoint import load_model
 from fasteagle.loading.open import OpenedModel, open_model
 from fasteagle.model import EagleHead, Transformer
-from fasteagle.option_fields import require
+from fasteagle.option_fields import check, option
 from fasteagle.options import DEFAULT_MODEL
 from fasteagle.paths import require_writable
 from fasteagle.prompts import Conversation, expecting, read_conversations
@@ -54,6 +54,28 @@ PROBE = 24  # steps that tell how many fit into a recipe's seconds
 EVALUATIONS = 3  # in a run
 MOST_SECONDS = 86_400.0
 OF_WRITING = "prompts", "exclude", "write_seconds", "slots", "answer_tokens"  # not with --text
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CardOptions:
+    """Text of a run, the heads to train on it, and their place."""
+
+    model: str = DEFAULT_MODEL
+    device: str = "auto"
+    prompts: Path | None = option(None, "JSONL of further questions.", kind="file")
+    exclude: tuple[Path, ...] = option((), kind="file")
+    text: Path | None = option(None, "Train on the text of an earlier run.", kind="file")
+    measure_on: Path = option(kind="file")
+    recipes: Path = option(kind="file")
+    write_seconds: float = option(120.0, above=0, below=math.inf)
+    slots: int = option(1024, "Texts at once.", least=1)
+    length: int = option(704, "Tokens of the longest text.", least=1)
+    answer_tokens: int = option(256, least=1)
+    feature_gib: float = option(40.0, "GPU GiB for features.", above=0, below=math.inf)
+    out: Path = option(kind="folder")
+
+    def __post_init__(self) -> None:
+        check(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,16 +112,26 @@ def read_recipes(path: Path, config: ModelConfig) -> list[Recipe]:
     return recipes
 
 
+def sources_of(options: CardOptions) -> list[Conversations]:
+    """Return the conversations of a run: questions of the model itself, and those of a file."""
+    common: dict[str, Any] = {
+        "out": options.out / "text.jsonl",
+        "temperature": TEMPERATURES,
+        "top_p": 1.0,
+        "max_new_tokens": options.answer_tokens,
+        "exclude": options.exclude,
+    }
+    sources = [Conversations(DataOptions(self_written=True, count=1 << 40, **common))]
+    if options.prompts is not None:
+        sources.append(Conversations(DataOptions(prompts=options.prompts, **common)))
+    return sources
+
+
 def write_texts(
-    model: Transformer,
-    opened: OpenedModel,
-    sources: list[Conversations],
-    slots: int,
-    length: int,
-    seconds: float,
+    model: Transformer, opened: OpenedModel, options: CardOptions
 ) -> list[Conversation]:
-    """Return the answers that are complete after `seconds`, of all sources in turn."""
-    dropped: Counter[str] = Counter()
+    """Return the answers that are complete in time, of all sources in turn."""
+    sources, dropped = sources_of(options), Counter[str]()
 
     def started() -> Iterator[tuple[int, Conversing]]:
         for number in itertools.count():
@@ -109,9 +141,9 @@ def write_texts(
 
     texts: list[Conversation] = []
     seen: set[tuple[int, ...]] = set()
-    deadline = time.monotonic() + seconds
-    writer = ManyTexts(model, opened.tokenizer, slots, length)
-    for _, dialogue in hold(started(), writer, slots + WAITING):
+    deadline = time.monotonic() + options.write_seconds
+    writer = ManyTexts(model, opened.tokenizer, options.slots, options.length)
+    for _, dialogue in hold(started(), writer, options.slots + WAITING):
         if dialogue.dropped:
             dropped[dialogue.dropped] += 1
         for reply, params in dialogue.answers:
@@ -189,45 +221,15 @@ def train(
 
 
 @click.command(cls=Script, help=__doc__)
-@click.option("--model", default=DEFAULT_MODEL, show_default=True)
-@click.option("--device", default="auto", show_default=True)
-@click.option("--prompts", type=FILE, help="JSONL of further questions.")
-@click.option("--exclude", type=FILE, multiple=True)
-@click.option("--text", type=FILE, help="Train on the text of an earlier run.")
-@click.option("--measure-on", type=FILE, required=True)
-@click.option("--recipes", type=FILE, required=True)
-@click.option("--write-seconds", default=120.0, show_default=True)
-@click.option(
-    "--slots", default=1024, show_default=True, type=click.IntRange(1), help="Texts at once."
-)
-@click.option("--length", default=704, show_default=True, help="Tokens of the longest text.")
-@click.option("--answer-tokens", default=256, show_default=True)
-@click.option("--feature-gib", default=40.0, show_default=True, help="GPU GiB for features.")
-@click.option("--out", type=FOLDER, required=True)
-def main(
-    model: str,
-    device: str,
-    prompts: Path | None,
-    exclude: tuple[Path, ...],
-    text: Path | None,
-    measure_on: Path,
-    recipes: Path,
-    write_seconds: float,
-    slots: int,
-    length: int,
-    answer_tokens: int,
-    feature_gib: float,
-    out: Path,
-) -> None:
-    for name, value in (("write-seconds", write_seconds), ("feature-gib", feature_gib)):
-        require(0 < value < math.inf, f"{name} {value:g} is out of range: use > 0")
-    require_writable(out / "text.jsonl")
-    if text is not None:
+@group(CardOptions, "options")
+def main(options: CardOptions) -> None:
+    require_writable(options.out / "text.jsonl")
+    if options.text is not None:
         refuse_options(OF_WRITING, "has no meaning with --text: drop one")
-    opened = open_model(model)
-    place, config = pick_device(device), opened.checkpoint.config
-    chosen = read_recipes(recipes, config)
-    measured = read_conversations(measure_on, config.vocab_size, length)
+    opened = open_model(options.model)
+    place, config = pick_device(options.device), opened.checkpoint.config
+    chosen = read_recipes(options.recipes, config)
+    measured = read_conversations(options.measure_on, config.vocab_size, options.length)
     # On Hopper torch takes cuDNN's attention. A step whose shape was new took two to three times as
     # long there as one whose shape had been seen before.
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -235,24 +237,14 @@ def main(
         opened.checkpoint,
         dtype=TORCH_DTYPES[pick_dtype("auto", place)],
         device=place,
-        max_seq_len=length,
+        max_seq_len=options.length,
     )
     target.requires_grad_(False)
-    if text is not None:
-        texts = read_conversations(text, config.vocab_size, length)
+    if options.text is None:
+        texts = write_texts(target, opened, options)
+        write_lines(options.out / "text.jsonl", texts)
     else:
-        common: dict[str, Any] = {
-            "out": out / "text.jsonl",
-            "temperature": TEMPERATURES,
-            "top_p": 1.0,
-            "max_new_tokens": answer_tokens,
-            "exclude": exclude,
-        }
-        sources = [Conversations(DataOptions(self_written=True, count=1 << 40, **common))]
-        if prompts is not None:
-            sources.append(Conversations(DataOptions(prompts=prompts, **common)))
-        texts = write_texts(target, opened, sources, slots, length, write_seconds)
-        write_lines(out / "text.jsonl", texts)
+        texts = read_conversations(options.text, config.vocab_size, options.length)
     store: Features | None = None
     computed, failed = None, []
     for recipe in chosen:
@@ -260,9 +252,9 @@ def main(
         try:
             if store is None or computed != layers:
                 store = None  # before the next one takes its memory
-                store = features_in_memory(target, measured, texts, layers, feature_gib)
+                store = features_in_memory(target, measured, texts, layers, options.feature_gib)
                 computed = layers
-            train(recipe, target, opened, store, len(measured), out / recipe.name)
+            train(recipe, target, opened, store, len(measured), options.out / recipe.name)
         except FasteagleError as error:  # the others may end well
             note(f"{recipe.name}: {error}")
             failed.append(recipe.name)

@@ -27,9 +27,9 @@ REFUSED = [
     ("profile_cycle", "--passes 4,9999", "'--passes': 9999 is out of range: use 1 .. 64"),
     ("train_medusa", "--data none --out x --epochs 0", "'--epochs': 0 is not in the range x>=1"),
     ("train_medusa", "--data none --out x --lr nan", "lr nan is out of range: use > 0 and <= 1"),
-    ("train_on_card", f"{CARD} --write-seconds nan", "write-seconds nan is out of range: use > 0"),
-    ("train_on_card", f"{CARD} --feature-gib nan", "feature-gib nan is out of range: use > 0"),
-    ("train_on_card", f"{CARD} --slots 0", "'--slots': 0 is not in the range x>=1"),
+    ("train_on_card", f"{CARD} --write-seconds nan", "write-seconds nan is out of range: use > 0 "),
+    ("train_on_card", f"{CARD} --feature-gib nan", "feature-gib nan is out of range: use > 0 "),
+    ("train_on_card", f"{CARD} --slots 0", "slots 0 is out of range: use >= 1"),
     ("head_prompts", "--out x --count 0", "'--count': 0 is not in the range x>=1"),
     ("head_prompts", "--out /proc/x --seeds none", "cannot write /proc/x"),
 ]
