@@ -215,9 +215,8 @@ def train(
     note(f"{recipe.name}: {steps:,} steps of {1e3 * each:.1f} ms; before: {run.evaluate()}")
     with TrainingBar(run) as bar:
         run.run(bar.report, -(-steps // EVALUATIONS), save_every=1 << 30, tick=bar.tick)
-    n_tokens = sum(len(c.ids) for c in texts)
     begun = {"seconds": recipe.seconds, "init": str(recipe.init) if recipe.init else None}
-    write_head(run, opened, n_tokens, ["python", *sys.argv], recipe=begun)
+    write_head(run, opened, ["python", *sys.argv], recipe=begun)
 
 
 @click.command(cls=Script, help=__doc__)

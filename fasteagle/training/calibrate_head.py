@@ -224,8 +224,7 @@ def _calibrate(
     is_better = after.tau > before.tau
     note(f"distilled: {after}: {'kept' if is_better else 'not kept'}")
     better, held = (trainer.head, after) if is_better else (first, before)
-    n_tokens = sum(len(c.ids) for c in training)
-    header = head_header(better, target, n_tokens, held.as_dict())
+    header = head_header(better, target, trainer.training_tokens, held.as_dict())
     report = {
         "header": header,
         "head": head.origin,

@@ -124,6 +124,12 @@ class Trainer:
             weight_decay=options.weight_decay,
         )
 
+    @property
+    def training_tokens(self) -> int:
+        """Tokens of the text, without what is held out."""
+        lengths = self.store.lengths
+        return sum(lengths[i] for i in self.training)
+
     def resume(self) -> bool:
         """Load the last checkpoint, if there is one; raise `FasteagleError` on other options."""
         path = self.folder / "state.pt"

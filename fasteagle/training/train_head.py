@@ -102,8 +102,7 @@ def _train_head(
     if ranks.is_first:
         with TrainingBar(trainer) as bar:
             trainer.run(bar.report, run.every, patience=run.patience, tick=bar.tick)
-        n_tokens = sum(len(c.ids) for c in training)
-        write_head(trainer, runtime, n_tokens, ["fasteagle", *sys.argv[1:]])
+        write_head(trainer, runtime, ["fasteagle", *sys.argv[1:]])
     else:
         trainer.run(lambda entry: None, run.every, patience=run.patience)
     ranks.wait()
@@ -259,18 +258,14 @@ def _features(
 
 
 def write_head(
-    trainer: Trainer,
-    target: Runtime | OpenedModel,
-    n_tokens: int,
-    command: Sequence[str],
-    **more: Any,
+    trainer: Trainer, target: Runtime | OpenedModel, command: Sequence[str], **more: Any
 ) -> None:
     """Write the draft head, its header and the training curve; delete the optimizer's state.
 
     `more` goes into the record of the run.
     """
     out, held = trainer.folder, trainer.history[-1]  # a run ends with an evaluation
-    header = head_header(trainer.head, target, n_tokens, held)
+    header = head_header(trainer.head, target, trainer.training_tokens, held)
     header |= {"steps": trainer.step, "recipe": trainer.options.recipe}
     save_head(out, trainer.head, header, torch.bfloat16)
     record = {
