@@ -38,7 +38,7 @@ class Card:
     """GPU data for the prediction of times; all but the first two have assumed defaults."""
 
     n_sm: int
-    gb_s: float  # memory bandwidth by the data sheet
+    gb_s: float  # memory bandwidth by the data sheet, 1e9 bytes/s
     ghz: float = 1.695
     reach: float = 0.93  # share of the bandwidth that a kernel reaches that only reads
     latency_us: float = 0.8  # from the request of a tile to its arrival, under load

@@ -220,7 +220,7 @@ def print_limits(
     print_table((*COLUMNS, *LIMITS), lines)
     for device in dict.fromkeys(case.device for case in cases):
         print(
-            f"{device.name}: {device.gb_s:,.1f} GB/s, {device.tflops:,.3g} TFLOP/s in 16 bits "
+            f"{device.name}: {device.card.gb_s:,.1f} GB/s, {device.tflops:,.3g} TFLOP/s in 16 bits "
             f"({device.tflops_fp16:,.3g} accumulating in fp16), {device.tflops_fp32:,.3g} in fp32"
         )
     print(

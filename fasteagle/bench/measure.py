@@ -42,7 +42,7 @@ def memory_bandwidth(device: torch.device, name: str) -> Bandwidth:
     sheet = device_reported_as(name)
     if sheet is None:
         return Bandwidth(copied, "measured, copying", copied)
-    return Bandwidth(sheet.gb_s, f"data sheet of {sheet.name}", copied)
+    return Bandwidth(sheet.card.gb_s, f"data sheet of {sheet.name}", copied)
 
 
 def read_bandwidth(n_bytes: int = READ_BYTES) -> float:

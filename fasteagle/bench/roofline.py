@@ -46,7 +46,6 @@ class Device:
     """Speeds of a device: dense tensor-core rates, without the sparsity data sheets advertise."""
 
     name: str
-    gb_s: float  # memory bandwidth, 1e9 bytes/s
     tflops: float  # 16-bit products, fp32 accumulation
     tflops_fp16: float  # the same with fp16 accumulation
     tflops_fp32: float
@@ -60,11 +59,11 @@ def _hopper(gb_s: float) -> Card:
 
 
 DEVICES = {
-    "3090": Device("RTX 3090", 936, 71, 142, 35.6, BY_CAPABILITY[8, 6], 24),
-    "3090ti": Device("RTX 3090 Ti", 1008, 80, 160, 40, Card(84, 1008.0, ghz=1.86), 24),
-    "4090": Device("RTX 4090", 1008, 165, 330, 82.6, BY_CAPABILITY[8, 9], 24),
-    "h100": Device("H100", 3350, 989, 989, 67, _hopper(3350.0), 80),
-    "h200": Device("H200", 4800, 989, 989, 67, _hopper(4800.0), 141),
+    "3090": Device("RTX 3090", 71, 142, 35.6, BY_CAPABILITY[8, 6], 24),
+    "3090ti": Device("RTX 3090 Ti", 80, 160, 40, Card(84, 1008.0, ghz=1.86), 24),
+    "4090": Device("RTX 4090", 165, 330, 82.6, BY_CAPABILITY[8, 9], 24),
+    "h100": Device("H100", 989, 989, 67, _hopper(3350.0), 80),
+    "h200": Device("H200", 989, 989, 67, _hopper(4800.0), 141),
 }
 
 # Devices with similar names but different memory: not in the table.
@@ -265,7 +264,7 @@ def limit(
     rate = device.tflops_fp16 if fp16 else device.tflops
     if element_bytes > 2:
         rate = device.tflops_fp32
-    times = [(part.n_bytes / device.gb_s / 1e6, part.flops / rate / 1e9) for part in parts]
+    times = [(part.n_bytes / device.card.gb_s / 1e6, part.flops / rate / 1e9) for part in parts]
     memory, compute = (sum(column) for column in zip(*times, strict=True))
     return sum(map(max, times)), "memory" if memory >= compute else "compute"
 
