@@ -16,12 +16,7 @@ from pathlib import Path
 from fasteagle.config_fields import MOST_TEXT, parse_json
 from fasteagle.errors import FasteagleError, reason_of, shown
 
-
-@dataclasses.dataclass(frozen=True)
-class Question:
-    """Question of one or more user turns."""
-
-    turns: tuple[str, ...]
+Question = tuple[str, ...]  # one or more turns of a user
 
 
 def read_questions(path: Path | None, limit: int | None) -> list[Question]:
@@ -58,7 +53,7 @@ def _question(line: str, where: str) -> Question:
         if not all(type(turn) is str and turn.strip() for turn in turns):
             raise ValueError("each turn must be a text that is not empty")
         "".join(turns).encode()  # JSON may hold halves of characters
-    return Question(tuple(turns))
+    return tuple(turns)
 
 
 @contextlib.contextmanager

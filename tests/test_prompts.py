@@ -6,7 +6,7 @@ import pytest
 
 from fasteagle import prompts
 from fasteagle.errors import FasteagleError
-from fasteagle.prompts import Conversation, Question, read_conversations, read_questions
+from fasteagle.prompts import Conversation, read_conversations, read_questions
 
 # What line 2 is, after one that is right, and what its error says.
 BAD_QUESTIONS = [
@@ -100,11 +100,11 @@ def test_a_mark_of_the_byte_order(tmp_path):
     """Editors of Windows write one."""
     path = tmp_path / "q.jsonl"
     path.write_text('{"turns": ["hi"]}\n', "utf-8-sig")
-    assert read_questions(path, None) == [Question(("hi",))]
+    assert read_questions(path, None) == [("hi",)]
 
 
 def test_line_separators_inside_of_a_text(tmp_path):
     """JSON may hold U+2028 as it is; a line ends only at a line feed."""
     path = tmp_path / "q.jsonl"
     path.write_text('{"turns": ["a\u2028b"]}\r\n\n{"turns": ["c"]}', encoding="utf-8")
-    assert read_questions(path, None) == [Question(("a\u2028b",)), Question(("c",))]
+    assert read_questions(path, None) == [("a\u2028b",), ("c",)]

@@ -225,7 +225,7 @@ def _tune(rows: Sequence[Row], options: BenchOptions, kind: SamplingMode) -> Non
 
 def warm_up(rows: Sequence[Row], questions: Sequence[Question], tokenizer: ChatTokenizer) -> None:
     """Begin to answer the first question; raise `FasteagleError` if one of them is too long."""
-    firsts: list[list[Message]] = [[{"role": "user", "content": q.turns[0]}] for q in questions]
+    firsts: list[list[Message]] = [[{"role": "user", "content": q[0]}] for q in questions]
     prompts = [tokenizer.encode(tokenizer.render(messages)) for messages in firsts]
     for row in rows:
         for prompt in prompts:
@@ -258,7 +258,7 @@ def answer(
     row.questions.append([])
     if (barrier := decoder.barrier_ns()) is not None:
         row.barriers.append(barrier)
-    for text in question.turns:
+    for text in question:
         messages.append({"role": "user", "content": text})
         prompt = tokenizer.encode(tokenizer.render(messages))
         reset_peak()

@@ -64,7 +64,7 @@ def measure_sizes(
     answering = AnswerOptions(max_new_tokens=options.max_new_tokens)
 
     def requests(speculate: bool) -> list[AnswerRequest]:
-        prompts = (llm.prompt([{"role": "user", "content": q.turns[0]}]) for q in questions)
+        prompts = (llm.prompt([{"role": "user", "content": q[0]}]) for q in questions)
         return [
             llm.made_request(prompt.ids, options.params, answering, speculate=speculate)
             for prompt in prompts

@@ -19,7 +19,7 @@ from fasteagle.config_fields import parse_json
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.tokenizer import Message
 from fasteagle.options import SamplingParams
-from fasteagle.prompts import expecting, json_lines, read_questions
+from fasteagle.prompts import Question, expecting, json_lines, read_questions
 from fasteagle.training.filters import Excluded, repetition
 from fasteagle.training.options import DataOptions
 
@@ -66,10 +66,10 @@ class Conversations:
 
     def __init__(self, options: DataOptions) -> None:
         self._options, self.excluded = options, Excluded.of_files(options.exclude)
-        self._questions = []
+        self._questions: list[Question] = []
         self._seeds: list[str] = []
         if options.prompts is not None:
-            self._questions = [q.turns for q in read_questions(options.prompts, None)]
+            self._questions = read_questions(options.prompts, None)
         if options.seeds is not None:
             self._seeds = read_seeds(options.seeds)
 

@@ -15,7 +15,6 @@ from fasteagle.loading.registry import preset
 from fasteagle.loading.tensors import DummyCheckpoint
 from fasteagle.loading.tokenizer import dummy_tokenizer
 from fasteagle.options import RuntimeOptions, SamplingParams
-from fasteagle.prompts import Question
 from helpers import generated, tiny_config
 
 CONFIG = tiny_config(dim=64, n_head=4, n_kv_head=2, head_dim=16, ffn_dim=128, vocab_size=320)
@@ -70,7 +69,7 @@ def test_what_fails_there_is_told_here(tmp_path):
 def test_the_row_stands_beside_ours_at_int4():
     options = {"max_new_tokens": 6, "compile": False}
     options = BenchOptions("tiny", ("plain", "gpt-fast"), ("int4",), **options)
-    rows = run(options, CPU, opened(), [Question(("one", "and then?"))])
+    rows = run(options, CPU, opened(), [("one", "and then?")])
     assert [row.name for row in rows] == ["plain", "gpt-fast"]
     for row in rows:
         assert row.precision == "int4" and len(row.turns) == 2 and row.tok_s > 0

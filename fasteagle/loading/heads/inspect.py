@@ -165,7 +165,7 @@ def _accepted(
     engine.use(EagleDrafter(head, PROBE_SHAPE))
     passes = accepted = 0
     for question in read_questions(None, PROBE_PROMPTS):
-        text = tokenizer.render([{"role": "user", "content": question.turns[0]}])
+        text = tokenizer.render([{"role": "user", "content": question[0]}])
         prompt, eos_ids = tokenizer.encode(text), tokenizer.eos_ids
         for _ in engine.generate(prompt, SamplingParams(), PROBE_TOKENS, eos_ids):
             pass
