@@ -19,13 +19,13 @@ from fasteagle.errors import FasteagleError, reason_of, shown
 Question = tuple[str, ...]  # one or more turns of a user
 
 
-def read_questions(path: Path | None, limit: int | None) -> list[Question]:
+def read_questions(path: Path | None = None) -> list[Question]:
     """Read questions from a JSONL file with `turns`; without `path` the package's own ten."""
     shipped = Path(str(resources.files("fasteagle"))) / "data/prompts.jsonl"
     questions = [_question(line, where) for line, where in json_lines(path or shipped)]
     if not questions:
         raise FasteagleError(f"{path}: no questions in it: give another file")
-    return questions[:limit]
+    return questions
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, str]]:

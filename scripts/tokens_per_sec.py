@@ -87,7 +87,7 @@ def main(
     if plot_path:
         check_plot(plot_path)
     check_simulated(options, runtime_options, load_format == "dummy")
-    questions = read_questions(options.data, options.limit)
+    questions = read_questions(options.data)[: options.limit]
     if batch is not None:
         report = several(batch, options, runtime_options, questions, md)
         if json_path:

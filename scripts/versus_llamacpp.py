@@ -129,7 +129,7 @@ def main(
     options = BenchOptions(
         model=model, rows=rows, data=data, limit=limit, max_new_tokens=max_new_tokens
     )
-    questions = read_questions(data, limit)
+    questions = read_questions(data)[:limit]
     opened = open_model(model, runtime)
     path = opened.path
     if path is None or not path.is_file():

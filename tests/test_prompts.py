@@ -41,7 +41,7 @@ def test_bad_questions(tmp_path, line, message):
     path = tmp_path / "q.jsonl"
     path.write_text('{"turns": ["one"]}\n' + line + "\n")
     with pytest.raises(FasteagleError) as caught:
-        read_questions(path, None)
+        read_questions(path)
     assert str(caught.value).startswith(f"{path}, line 2: ") and message in str(caught.value)
 
 
@@ -72,7 +72,7 @@ def test_a_line_without_an_end(tmp_path, monkeypatch):
     monkeypatch.setattr(prompts, "MOST_TEXT", 1 << 20)
     (path := tmp_path / "q.jsonl").write_text('{"turns": ["one"]}\n' + "[" * (1 << 20))
     with pytest.raises(FasteagleError, match="cannot read .*: line 2 has more than 1 MiB"):
-        read_questions(path, None)
+        read_questions(path)
 
 
 def test_lines_beyond_the_limit_are_not_read(tmp_path):
@@ -91,7 +91,7 @@ def test_lines_beyond_the_limit_are_not_read(tmp_path):
 def test_files_without_a_line_to_read(tmp_path, content, message):
     path = tmp_path / "lines.jsonl"
     path.write_bytes(content)
-    for read in (lambda: read_questions(path, None), lambda: read_conversations(path, 300, 512)):
+    for read in (lambda: read_questions(path), lambda: read_conversations(path, 300, 512)):
         with pytest.raises(FasteagleError, match=message):
             read()
 
@@ -100,11 +100,11 @@ def test_a_mark_of_the_byte_order(tmp_path):
     """Editors of Windows write one."""
     path = tmp_path / "q.jsonl"
     path.write_text('{"turns": ["hi"]}\n', "utf-8-sig")
-    assert read_questions(path, None) == [("hi",)]
+    assert read_questions(path) == [("hi",)]
 
 
 def test_line_separators_inside_of_a_text(tmp_path):
     """JSON may hold U+2028 as it is; a line ends only at a line feed."""
     path = tmp_path / "q.jsonl"
     path.write_text('{"turns": ["a\u2028b"]}\r\n\n{"turns": ["c"]}', encoding="utf-8")
-    assert read_questions(path, None) == [("a\u2028b",), ("c",)]
+    assert read_questions(path) == [("a\u2028b",), ("c",)]

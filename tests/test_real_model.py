@@ -222,7 +222,7 @@ def test_quantized_speculation_changes_no_bit(quant):
     opened = open_model(DEFAULT_MODEL)
     options = RuntimeOptions(max_seq_len=512, cpu_kernels="native", quant=quant)
     engine = opened.prepared(options).engine()
-    turns = [{"role": "user", "content": read_questions(None, 1)[0][0]}]
+    turns = [{"role": "user", "content": read_questions()[0][0]}]
     prompt = opened.tokenizer.encode(opened.tokenizer.render(turns))
     answers = {}
     for name in ("none", "eagle", "eagle-static", "eagle-chain", "ngram", "fused"):
@@ -252,7 +252,7 @@ def test_a_schema_at_int4_says_the_same_with_and_without_speculation():
 def test_a_kv_cache_in_8_bits_hardly_moves_the_distributions():
     """Measured: a mean KL of 0.0007 on 2,048 tokens of our documentation."""
     opened = open_model(DEFAULT_MODEL, notify=lambda line: None)
-    texts = " ".join(turn for question in read_questions(None, None) for turn in question)
+    texts = " ".join(turn for question in read_questions() for turn in question)
     ids = opened.tokenizer.encode(texts)[:256]
 
     def log_probs(kv):

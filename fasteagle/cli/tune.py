@@ -30,7 +30,7 @@ def run_tune(model: str, runtime_options: RuntimeOptions, draft: DraftOptions) -
     if drafter is None:
         raise FasteagleError(FIXED)
     compiled = compile_now(engine, say=note)
-    questions = "\n".join(turn for each in read_questions(None, None) for turn in each)
+    questions = "\n".join(turn for each in read_questions() for turn in each)
     text = llm.tokenizer.encode(questions)[: engine.max_seq_len // 2]
     engine.prefill(text)  # the rows that are timed repeat its tokens
     costs, seconds = costs_of(engine, drafter, note, anew=True, compiled=compiled)

@@ -69,7 +69,7 @@ class Conversations:
         self._questions: list[Question] = []
         self._seeds: list[str] = []
         if options.prompts is not None:
-            self._questions = read_questions(options.prompts, None)
+            self._questions = read_questions(options.prompts)
         if options.seeds is not None:
             self._seeds = read_seeds(options.seeds)
 

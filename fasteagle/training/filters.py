@@ -24,8 +24,7 @@ class Excluded:
     @classmethod
     def of_files(cls, paths: Iterable[Path]) -> Excluded:
         """Exclude every turn of question files; raise `FasteagleError` for other files."""
-        questions = [question for path in paths for question in read_questions(path, None)]
-        return cls(turn for question in questions for turn in question)
+        return cls(turn for path in paths for question in read_questions(path) for turn in question)
 
     def identity(self) -> str:
         """Return a digest of all that is excluded."""

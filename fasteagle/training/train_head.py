@@ -147,7 +147,7 @@ def _data(
     config = opened.checkpoint.config
     if run.prompts is not None:
         require_no_pipe(run.prompts)  # it is read again when the model answers
-        read_questions(run.prompts, None)
+        read_questions(run.prompts)
     for path in run.data:
         note_other_writer(path, opened.name, opened.checkpoint.fingerprint)
     max_len = min(run.max_len, runtime_options.seq_len_for(config.max_seq_len, opened.name))

@@ -21,7 +21,7 @@ def test_three_kinds_in_turn(tiny_dir, tmp_path):
         done = invoke(*args, main=long_prompts.main)
         assert done.exit_code == 0, done.output
     assert re.search(r"7 questions of 4\d\d to 5\d\d tokens", done.stderr), done.stderr
-    texts = [question[0] for question in read_questions(out, None)]
+    texts = [question[0] for question in read_questions(out)]
     assert len(set(texts)) == 7 and out.read_bytes() == again.read_bytes()
     for first in (0, 3, 6):
         assert texts[first].startswith("Summarize")

@@ -35,7 +35,7 @@ def measure(folder, questions, **options):
     options = BenchOptions(
         model=str(folder), data=questions, max_new_tokens=12, compile=False, **options
     )
-    rows = run(options, CPU, open_model(str(folder)), read_questions(options.data, options.limit))
+    rows = run(options, CPU, open_model(str(folder)), read_questions(options.data)[: options.limit])
     return build_report(rows, options, CPU, save_outputs=True)
 
 

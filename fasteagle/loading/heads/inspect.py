@@ -164,7 +164,7 @@ def _accepted(
     head.borrow(engine.model, engine.max_seq_len)
     engine.use(EagleDrafter(head, PROBE_SHAPE))
     passes = accepted = 0
-    for question in read_questions(None, PROBE_PROMPTS):
+    for question in read_questions()[:PROBE_PROMPTS]:
         text = tokenizer.render([{"role": "user", "content": question[0]}])
         prompt, eos_ids = tokenizer.encode(text), tokenizer.eos_ids
         for _ in engine.generate(prompt, SamplingParams(), PROBE_TOKENS, eos_ids):
