@@ -19,12 +19,22 @@ ODD = 160, 96  # neither whole blocks nor whole tiles
 @pytest.mark.parametrize("kernel", linear_cases.OURS)
 def test_cases_of_our_formats_are_right(kernel):
     K = 96 if "g32" in kernel or kernel == "int8" else 128  # groups are whole
-    case = linear_cases.make_case(kernel, 160, K, "fp32")
+    accumulate = "fp16" if kernel == "int4-g64" else "fp32"
+    case = linear_cases.make_case(kernel, 160, K, accumulate)
     x = case.rows(5, CPU)
     assert x.shape == (5, 128) and not x[:, K:].any(), "whole tiles"
     assert case.check(x).shape == (5, 160)
-    places = {call.keywords["weight"].words.data_ptr() for call in case.calls}
+    weights = [call.keywords["weight"] for call in case.calls]
+    places = {weight.words.data_ptr() for weight in weights}
     assert len(places) == len(case.calls) >= 2, "copies, not all in the cache"
+    assert weights[0].offsets == kernel.endswith("offsets")
+    assert {call.keywords["accumulate"] for call in case.calls} == {accumulate} == {case.accumulate}
+    assert case.n_bytes == weights[0].words.nbytes + weights[0].params.nbytes
+
+
+def test_bytes_of_a_dense_weight():
+    case = linear_cases.make_case(linear_cases.DENSE, *ODD, "fp32")
+    assert {call.keywords["weight"].nbytes for call in case.calls} == {case.n_bytes}
 
 
 def test_a_wrong_result_is_not_timed(monkeypatch):
