@@ -19,7 +19,7 @@ from helpers import invoke, write_questions
 
 
 class Stub(http.server.ThreadingHTTPServer):
-    """Answers with `plan[i]` at request i: (status, body), "reset", or None for a good answer."""
+    """Answers with `plan[i]` at request i: (status, body), "reset", "cut STATUS", or None."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -51,12 +51,17 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if planned == "reset":
             self.connection.close()
             return
+        if isinstance(planned, str):  # it ends in the middle of its answer
+            self.send_response(int(planned.removeprefix("cut ")))
+            self.send_header("Content-Length", "99")
+            self.end_headers()
+            return
         message = {"role": "assistant", "content": f"answer to {body['messages'][-1]['content']}"}
         good = {"choices": [{"message": message, "finish_reason": stub.finish_reason}]}
         status, answer = planned or (200, json.dumps(good))
         self.send_response(status)
         self.end_headers()
-        self.wfile.write(answer.encode())
+        self.wfile.write(answer.encode("utf-8", "surrogateescape"))
 
     def log_message(self, *args) -> None:
         """Nothing."""
@@ -146,7 +151,9 @@ def test_several_requests_at_once(stub, ask, tmp_path):
     assert (tmp_path / "alone.jsonl").read_bytes() == together
 
 
-@pytest.mark.parametrize("problem", [(429, "busy"), (500, "oops"), (503, ""), "reset"])
+@pytest.mark.parametrize(
+    "problem", [(429, "busy"), (500, "oops"), (503, ""), "reset", "cut 200", "cut 503"]
+)
 def test_a_busy_server_is_asked_again(stub, ask, problem):
     stub.plan = [problem, problem]
     done = ask(stub.url, "--batch", 1)
@@ -162,6 +169,13 @@ def test_it_is_asked_later_and_later(stub, ask, monkeypatch):
     assert delays == [served_model.FIRST_DELAY * n for n in (1, 2, 4)]
 
 
+def test_a_server_that_does_not_answer_is_asked_again(stub, ask, monkeypatch):
+    monkeypatch.setattr(served_model, "TIMEOUT", 0.02)
+    stub.delay = 0.3
+    done = ask(stub.url, "--batch", 1)
+    assert done.exit_code == 2 and "timed out (4 tries)" in done.stderr, done.output
+
+
 def error(message):
     return json.dumps({"error": {"message": message}})
 
@@ -174,8 +188,13 @@ def error(message):
         ([(429, '{"message": "slow down"}')] * 9, 4, ["HTTP 429: slow down"]),
         (["reset"] * 9, 4, ["4 tries", "run again"]),
         ([(401, '{"error": "bad key"}')], 1, ["HTTP 401: bad key", "--api-key"]),
+        ([(403, error("not for you"))], 1, ["HTTP 403: not for you", "--api-key"]),
         ([(404, error("no such model"))], 1, ["HTTP 404: no such model", "--served-model"]),
         ([(400, "")], 1, ["HTTP 400: Bad Request"]),
+        ([(400, '{"error": {}}')], 1, ['HTTP 400: {"error": {}}']),
+        ([(400, '{"error": 5}')], 1, ['HTTP 400: {"error": 5}']),
+        ([(400, "[1]")], 1, ["HTTP 400: [1]"]),
+        ([(400, "caf\udce9")], 1, ["HTTP 400: caf\ufffd"]),  # in Latin-1
         ([(200, "<html>")], 1, ["is not JSON"]),
         ([(200, "null")], 1, ["not a chat completion"]),
         ([(200, "[]")], 1, ["not a chat completion"]),
@@ -278,11 +297,13 @@ def test_an_answer_that_is_no_text_costs_one_line(stub, ask, content):
     assert done.exit_code == 2 and "the answer is not a chat completion" in done.stderr
 
 
-def test_half_of_a_character_in_an_answer_is_replaced(stub, ask, tmp_path):
-    answer = {"choices": [{"message": {"content": "so \ud800"}, "finish_reason": "stop"}]}
+def test_half_of_a_character_in_an_answer_is_replaced(stub, ask, tiny_dir, tmp_path):
+    answer = {"choices": [{"message": {"content": "so \ud800"}, "finish_reason": "eos_token"}]}
     stub.plan = [(200, json.dumps(answer))]
-    done = ask(stub.url, "--batch", 1)
-    assert done.exit_code == 0 and next(iter(lines(tmp_path)))["id"] == 0
+    done = ask(stub.url, "--batch", 1, "--api-key", "")
+    assert done.exit_code == 0 and stub.bodies[0]["key"] is None
+    ids = lines(tmp_path)[0]["ids"]
+    assert load_tokenizer(tiny_dir).raw(ids).endswith("so ?<|end|>"), "a whole answer"
 
 
 @pytest.mark.parametrize(("before", "answer"), [("Q: ", "yes."), ("other: ", "yes")])
