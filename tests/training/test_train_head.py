@@ -106,7 +106,7 @@ def test_a_head_to_begin_from_keeps_its_draft_vocabulary(
     assert made.exit_code == 0, made.stderr
     config = open_checkpoint(tiny_dir).config
     ids = load_head(first, config)[0].target_ids()
-    sizes = {"kept": (), "given": ("--draft-vocab-size", 90)}
+    sizes = {"kept": (), "given": ("--draft-vocab-size", 90, "--max-seq-len", 20)}
     for name, size in sizes.items():
         out = tmp_path / name
         more = ("train-head", "--model", tiny_dir, "--data", other, "--out", out, "--steps", 1)
@@ -117,6 +117,8 @@ def test_a_head_to_begin_from_keeps_its_draft_vocabulary(
     assert torch.equal(head.target_ids(), ids)
     assert torch.equal(head.fc.weight, begun.fc.weight)
     assert len(load_head(tmp_path / "given", config)[0].target_ids()) == 90
+    record = json.loads((tmp_path / "given" / "training.json").read_text())
+    assert record["header"]["training_tokens"] == 26 * 20, "longer texts are cut"
 
 
 def test_home_in_a_path_that_no_shell_has_expanded(
@@ -189,7 +191,7 @@ def test_prompts_are_answered_and_trained_on(tiny_dir, text_file, tmp_path, no_c
     files = ("--model", tiny_dir, "--prompts", prompts, "--out", out)
     options = ("--held-out", 3, "--steps", 4, "--batch-tokens", 200, "--answer-tokens", 24)
     sizes = ("--draft-vocab-size", 128, "--loss-vocab-size", 64, "--features", "live")
-    sizes += ("--data", text_file)
+    sizes += ("--data", text_file, "--max-len", 30)
     arguments = ("train-head", *files, *options, *sizes)
     done = invoke(*arguments)
     assert done.exit_code == 0, done.stderr
@@ -198,11 +200,14 @@ def test_prompts_are_answered_and_trained_on(tiny_dir, text_file, tmp_path, no_c
     assert [line["T"] for line in lines[:4]] == [0.0, 0.7, 0.0, 0.7]
     assert max(len(line["ids"]) - line["prompt_len"] for line in lines) == 24
     trained = json.loads((out / "training.json").read_text())["header"]["training_tokens"]
-    assert 30 * 27 < trained < 30 * 30 + sum(len(line["ids"]) for line in lines), "with --data"
+    assert max(len(line["ids"]) for line in lines) > 30
+    assert 30 * 27 < trained <= 30 * (30 + 12 - 3), "with --data, and cut"
     for name in ("model.safetensors", "config.json", "training.json"):
         (out / name).unlink()  # else nothing is trained here
     # A last line that was cut off is written again, the others are kept.
     (out / "text.jsonl").write_text("\n".join(json.dumps(line) for line in lines)[:-5])
+    few = invoke(*arguments, "--held-out", 42)
+    assert few.exit_code == 2 and "42 conversations, too few to hold 42 out" in few.stderr
     done = invoke(*arguments)
     assert done.exit_code == 0, done.stderr
     again = [json.loads(line) for line in (out / "text.jsonl").read_text().splitlines()]
