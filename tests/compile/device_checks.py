@@ -199,6 +199,7 @@ def check_fuse(k: int, n_levels: int, R: int, device: str) -> None:
                 path.append(below[0])
         E = len(tokens)
         steps = -torch.rand(E, generator=generator)
+        steps[-1:] = 1e-3  # of a probability that rounding has made larger than one
         scores = torch.zeros(E)
         for i, parent in enumerate(parents):
             scores[i] = (scores[parent] if parent >= 0 else 0) + steps[i]
