@@ -52,7 +52,11 @@ def test_what_does_not_fit_the_end_of_a_cycle_is_refused(native):
         ({"tree": tree._replace(valid=tree.valid[:2])}, "for each row"),
         ({"tree": tree._replace(sources=tree.parents[:2])}, "for each row"),
         ({"tree": tree[:3]}, "4 tensors: tokens parents valid sources"),
+        ({"memory": memory._replace(text=text[:7])}, "room for the path"),
+        ({"memory": memory._replace(result=result[:3])}, "room for the path"),
+        ({"memory": memory._replace(rows=memory.rows[:, :, :8].contiguous())}, "cache"),
         ({"memory": memory._replace(tokens=torch.zeros(1).long())}, "room for pairs"),
+        ({"memory": memory._replace(features=torch.zeros(1, 64))}, "room for pairs"),
         ({"memory": memory._replace(features=torch.zeros(9, 64).half())}, "x in fp32 or bf16"),
         ({"memory": memory._replace(text=torch.zeros(198).long()[::2])}, "contiguous state"),
         ({"memory": [*memory, other]}, "8 tensors: seq_len root count"),
@@ -120,6 +124,8 @@ def test_the_end_of_a_cycle_leaves_the_same_state(native, case, params, wrong, w
         output = output_for(tree, native, generator, states[0], wrong)
         for state, end in zip(states, (finish, EAGER.finish), strict=True):
             state.count.fill_(3)
+            state.root.fill_(3)
+            state.text.fill_(7)  # of another text
             state.features.fill_(0.5)
             state.seen[0, ::7] = True
             state.sampling.load(dataclasses.replace(params, seed=attempt << 40 | 5))
@@ -203,6 +209,28 @@ def test_drawn_tokens_are_those_of_sampling(native, V, spread, params):
     assert len(drawn) > 1
 
 
+RARE = [-10.0] * 5000  # 4.5e-5 of the likeliest each, but many
+CLOSE = {
+    "equal": ([0.0] * 5003, SamplingParams(1.0)),
+    "one more than top-k": ([0.0, 0.1, 0.2], SamplingParams(1.5, top_k=2)),
+    "rare ones in top-k": ([0.0] * 3 + RARE, SamplingParams(1.0, top_k=4)),
+    "rare ones in top-p": ([0.0, *RARE], SamplingParams(1.0, top_p=0.85)),
+}
+
+
+@pytest.mark.parametrize("name", CLOSE)
+def test_tokens_that_are_drawn_by_little_are_those_of_sampling(native, name):
+    row, params = CLOSE[name]
+    logits, state = torch.tensor([row]), state_of(native, 7)
+    spec = CycleSpec(None, 0, SamplingMode.of(params, len(row)))
+    for seed in range(600 if name == "equal" else 100):
+        state.sampling.load(dataclasses.replace(params, seed=seed))
+        state.seq_len.fill_(7)
+        expected = draw(logits, state.seq_len.view(1) + 1, spec.kind, state.sampling)
+        finish(state, spec, Proposal.of(state.root_alone()), Output(logits, logits[:, :1]))
+        assert state.root == expected, seed
+
+
 @pytest.mark.parametrize("params", DRAWN[1:5], ids=str)
 @pytest.mark.parametrize("largest", [3e38, -3e38])
 def test_scores_beyond_fp32_are_no_token(native, params, largest):
@@ -210,9 +238,11 @@ def test_scores_beyond_fp32_are_no_token(native, params, largest):
     params = dataclasses.replace(params, temperature=0.7)
     spec, state = CycleSpec(None, 0, SamplingMode.of(params, 60)), state_of(native, 5)
     state.sampling.load(params)
-    logits = torch.full((1, 60), largest)
-    finish(state, spec, Proposal.of(state.root_alone()), Output(logits, logits[:, :1]))
-    assert int(state.result[0]) == BAD_ROW
+    alone, among = torch.full((1, 60), largest), torch.zeros(1, 60)
+    among[0, 5] = float("nan") if largest < 0 else largest
+    for logits in (alone, torch.zeros(1, 60), among):
+        finish(state, spec, Proposal.of(state.root_alone()), Output(logits, logits[:, :1]))
+        assert (int(state.result[0]) == BAD_ROW) == bool(logits.any())
 
 
 def test_a_cache_and_a_state_end_with_their_sequence(native):

@@ -54,12 +54,16 @@ def test_the_kernel_finds_and_learns_what_the_tensor_code_does(vocabulary, quote
     documents = [[rng.randrange(vocabulary) for _ in range(n)] for n in (1, 90)]
     corpus = Corpus(documents, "cpu") if quoted else None
     native, twin = Lookup(corpus=corpus), Lookup(corpus=corpus)
+    for lookup in (native, twin):  # as if many long matches had been wrong
+        lookup.table[0, -1], lookup.table[1, -1] = 128.0, 0.0
     text, sizes = [rng.randrange(vocabulary)], set()
     for step in range(400):
         if step % 60 == 59:  # another conversation
             text = [rng.randrange(vocabulary) for _ in range(3)]
         elif step % 60 == 30:  # a new turn, further than the chain reached
             text += [rng.randrange(vocabulary) for _ in range(REACH + 2)]
+        elif step % 60 == 45:  # another text as long as this one
+            text = [rng.randrange(vocabulary) for _ in text]
         tokens, paths = looked_up(text, native)
         memory = torch.tensor([*text, *([text[-1]] * 40)])
         expected, logp = twin.propose(memory, torch.tensor(len(text) - 1), REACH)
@@ -69,11 +73,37 @@ def test_the_kernel_finds_and_learns_what_the_tensor_code_does(vocabulary, quote
         assert torch.equal(native.last[:n], twin.last[:n])
         assert torch.allclose(native.table, twin.table, rtol=1e-5)
         sizes.add(int(twin.last[2]))
+        if step % 60 == 15:  # all of the chain was right
+            text += [*tokens, rng.randrange(vocabulary)]
+            continue
         new = rng.randrange(1, 4)
         for _ in range(new):  # half of the time the text goes on as before
             follows = tokens[0] if tokens and rng.random() < 0.5 else rng.randrange(vocabulary)
             text.append(follows)
     assert len(sizes) > 2 and native.table[0].max() > 20
+
+
+def test_what_does_not_fit_a_lookup_is_refused():
+    own = Lookup()
+    usual = {"text": torch.arange(9), "last": 8, "table": own.table, "recent": own.last, "reach": 5}
+
+    def run(text, last, table, recent, reach):
+        last = torch.tensor(last)
+        return torch.ops.fasteagle_cpu.look_up(
+            text, last, table, recent, [], LONGEST_MATCH, reach, 0.0
+        )
+
+    run(**usual)
+    for changes, message in (
+        ({"last": 9}, "last token at 9"),
+        ({"last": -1}, "last token at -1"),
+        ({"text": torch.arange(18)[::2]}, "last token at 8"),
+        ({"table": own.table[0]}, "a table"),
+        ({"recent": own.last[:8]}, "a table"),
+        ({"reach": -1}, "a table"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            run(**usual | changes)
 
 
 def test_unlikely_tokens_are_left_out():
