@@ -15,9 +15,11 @@ from safetensors.torch import load_file
 
 from fasteagle.loading.checkpoint import open_checkpoint
 from fasteagle.paths import cache_dir, only_writer
+from fasteagle.prompts import read_conversations
 from fasteagle.training import train_head as module
+from fasteagle.training.options import TrainOptions
 from head_files import load_head
-from helpers import edit_json, invoke, write_random_text
+from helpers import edit_json, invoke, random_target, tiny_config, write_random_text
 
 
 @pytest.fixture
@@ -56,7 +58,7 @@ def test_the_command_survives_a_kill_and_writes_a_head(tiny_dir, text_file, tmp_
     shown = invoke("inspect-head", out)
     assert f"training          {header['recipe']}" in shown.stdout
     record = json.loads((out / "training.json").read_text())
-    assert record["options"]["steps"] == 60
+    assert record["options"]["steps"] == 60 and record["command"].startswith("fasteagle ")
     assert [entry["step"] for entry in record["history"]] == [25, 50, 60]
 
 
@@ -119,6 +121,17 @@ def test_a_head_to_begin_from_keeps_its_draft_vocabulary(
     assert len(load_head(tmp_path / "given", config)[0].target_ids()) == 90
     record = json.loads((tmp_path / "given" / "training.json").read_text())
     assert record["header"]["training_tokens"] == 26 * 20, "longer texts are cut"
+
+
+def test_all_rows_of_an_own_lm_head_are_in_the_loss(text_file):
+    """A borrowed one has trained rows already."""
+    target = random_target(tiny_config(vocab_size=256))
+    text = read_conversations(text_file, target.config.vocab_size, 30)
+    sizes = dict(tap_layers=(0, 1, 2), draft_vocab_size=40, loss_vocab_size=8)
+    for borrow in (False, True):
+        options = TrainOptions("eagle3", borrow_lm_head=borrow, **sizes)
+        _, ids = module.head_to_train(target, text, None, options)
+        assert len(ids) == (8 if borrow else 40)
 
 
 def test_home_in_a_path_that_no_shell_has_expanded(
@@ -226,6 +239,9 @@ def test_features_of_another_precision_are_others(tiny_dir, text_file, tmp_path,
         done = invoke(*train)
         assert done.exit_code == 0, done.stderr
         caches.append(set((cache_dir() / "features").iterdir()))
+        if i == 1:  # the last run would remove the first one's, had the third not used them
+            for folder in caches[0]:
+                os.utime(folder, times=(0, 0))
     assert len(caches[1]) == len(caches[0]) + 1 and caches[2] == caches[1] and caches[3] > caches[2]
     assert unused not in caches[0]
     refused = invoke(*command(tiny_dir, text_file, tmp_path / "a", "--precision", "int8-torchao"))
