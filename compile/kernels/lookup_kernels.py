@@ -109,7 +109,7 @@ def _learn(
     depth = tl.arange(0, MOST + 1)
     tokens = tl.load(recent_ptr + 4 + depth, mask=depth < MOST, other=0)
     place = at + 1 + depth
-    same_text = tl.load(text_ptr + tl.minimum(at, N - 1)) == root
+    same_text = (tl.load(text_ptr + tl.minimum(at, N - 1)) == root) & (at <= last)
     known = (depth < n) & (place <= last) & same_text & (last <= at + R + 1)
     is_right = known & (tl.load(text_ptr + tl.minimum(place, N - 1)) == tokens)
     wrong = tl.min(tl.where(is_right, MOST + 1, depth), 0)  # the first one that is not right
@@ -250,7 +250,7 @@ def fuse_kernel(
             own = tl.load(scores_ptr + i, mask=real, other=0.0)
             own -= tl.load(scores_ptr + parents, mask=inner, other=0.0)
             own = tl.where(own == own, tl.minimum(own, 0.0), float("-inf"))
-            same = real & (ids == token) & (parents == partner)
+            same = real & (ids == token) & (parents == partner) & on_chain
             paths = base + tl.where(same, tl.maximum(own, logp), own)
             tl.store(out_tokens_ptr + i, ids, mask=real)
             tl.store(out_scores_ptr + i, paths, mask=real)

@@ -52,17 +52,15 @@ class Sequences(NamedTuple):
 
 
 def n_blocks(n_rows: int, n_sequences: int, group: int, block: int) -> int:
-    """Return the most blocks that `n_rows` rows are cut into, of at most `n_sequences` sequences.
-
-    There are no more sequences than rows.
-    """
+    """Return the most blocks that `n_rows` rows of up to `n_sequences` sequences are cut into."""
+    n_sequences = min(n_sequences, n_rows)
     return n_sequences + (group * n_rows - n_sequences) // block
 
 
 def empty(table: Tensor, n_rows: int, n_columns: int, n_blocks: int) -> Sequences:
     """Return memory for `gather`: M rows, paths of P columns, N blocks.
 
-    P is a power of two. No row belongs to a sequence yet, so that kernels read no cache.
+    No row belongs to a sequence yet, so that kernels read no cache.
     """
     small = functools.partial(torch.zeros, dtype=torch.int32, device=table.device)
     tokens, positions, slots, depths = (table.new_zeros(n_rows) for _ in range(4))
@@ -85,8 +83,16 @@ def gather(into: Sequences, group: int, block: int) -> None:
     `block` is the number of query rows in a block; a block has rows of one sequence.
     """
     B, M, N = len(into.table), len(into.members), len(into.blocks)
-    gather_kernel[(max(M, N),)](
-        *into, M, N, group, P=into.paths.shape[1], B=B, BLOCK_M=block, **OPTIONS
+    gather_kernel[(max(B, M, N),)](
+        *into,
+        M,
+        N,
+        group,
+        P=into.paths.shape[1],
+        P_PAD=triton.next_power_of_2(into.paths.shape[1]),
+        B=B,
+        BLOCK_M=block,
+        **OPTIONS,
     )
 
 
@@ -132,6 +138,7 @@ def gather_kernel(
     N,
     group,
     P: tl.constexpr,
+    P_PAD: tl.constexpr,
     B: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
@@ -142,19 +149,20 @@ def gather_kernel(
     sequence, begin, real = _within(sizes, i, B)
     at = table_ptr + sequence * FIELDS
     row = i - begin
-    seq_len = tl.load(tl.load(at + SEQ_LEN).to(whole), mask=real, other=0)
-    token = tl.load(tl.load(at + TOKENS).to(whole) + row, mask=real, other=0)
-    depth = tl.load(tl.load(at + DEPTHS).to(whole) + row, mask=real, other=0)
+    inside = real & (i < M)
+    seq_len = tl.load(tl.load(at + SEQ_LEN).to(whole), mask=inside, other=0)
+    token = tl.load(tl.load(at + TOKENS).to(whole) + row, mask=inside, other=0)
+    depth = tl.load(tl.load(at + DEPTHS).to(whole) + row, mask=inside, other=0)
     tl.store(tokens_ptr + i, token, mask=i < M)
     tl.store(positions_ptr + i, seq_len + depth, mask=i < M)
     tl.store(slots_ptr + i, tl.where(real, seq_len + row, 0), mask=i < M)
     tl.store(depths_ptr + i, depth, mask=i < M)
     tl.store(members_ptr + i, tl.where(real, sequence, -1), mask=i < M)
-    p = tl.arange(0, P)
+    p = tl.arange(0, P_PAD)
     columns = tl.load(at + PATH_COLUMNS).to(tl.int32)
     path_at = tl.load(at + PATHS).to(tl.pointer_type(tl.int32)) + row * columns
-    path = tl.load(path_at + p, mask=real & (p < columns), other=0)
-    tl.store(paths_ptr + i * P + p, path, mask=i < M)
+    path = tl.load(path_at + p, mask=inside & (p < columns), other=0)
+    tl.store(paths_ptr + i * P + p, path, mask=(i < M) & (p < P))
     if i < B:
         at = table_ptr + i * FIELDS
         exists = tl.load(at + SIZE) > 0

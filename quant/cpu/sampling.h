@@ -277,7 +277,7 @@ void keep_likely(const float* x, const float* weights, int64_t V, float temperat
                  const Filters& filters, std::vector<Likely>& likely) {
   const bool ranked = filters.top_k > 0 || filters.top_p < 1.0f;
   for (const float least : {1e-4f, 1e-7f, std::numeric_limits<float>::min()}) {
-    const float cut = ranked ? least : filters.min_p;
+    const float cut = ranked ? least : std::max(filters.min_p, std::numeric_limits<float>::min());
     double mass = 0.0;
     likely.clear();
     for (int64_t i = 0; i < V; i += W) {
