@@ -38,20 +38,22 @@ class Spared {
 
   // Learns from a call with `size` threads that ended at `now`: in the time `whole` they waited at
   // barriers for `waited`, counting waits longer than `LONG`. One thread less takes a `size`th
-  // longer, so waits must be longer than that. A prompt's rows take so long that each call has some
-  // wait, and a short call, such as drafting, becomes a long one by chance.
+  // longer, so waits must be longer than that: a prompt's rows take so long that each call has some
+  // wait. They must also come again before calls without waits have made up for them, and not in a
+  // short call, such as drafting, which becomes a long one by chance.
   void learn(int size, Clock::duration waited, Clock::duration whole, Clock::time_point now) {
+    const bool again = lost_ > Clock::duration::zero();
+    lost_ = std::max(Clock::duration::zero(), lost_ + waited * size - whole);
     if (waited * size > whole) {
       if (whole < SHORT) return;
       since_ = now;
-      if (++waits_ < 2) return;  // a single wait may be chance
-      waits_ = 0;
+      if (!again) return;
+      lost_ = Clock::duration::zero();
       if (size > 1) spared_++;
       patience_ = std::min(2 * patience_, LONGEST);
       return;
     }
     const Clock::duration calm = now - since_;
-    if (calm >= PERIOD) waits_ = 0;
     if (calm < patience_) return;
     since_ = now;
     if (spared_ == 0) {
@@ -65,7 +67,8 @@ class Spared {
   static constexpr Clock::duration SHORT = std::chrono::milliseconds(5);
   static constexpr Clock::duration PERIOD = std::chrono::milliseconds(600);
   static constexpr Clock::duration LONGEST = std::chrono::seconds(10);
-  int spared_ = 0, waits_ = 0;
+  int spared_ = 0;
+  Clock::duration lost_{};  // by waits, beyond what one thread less would have cost
   Clock::time_point since_;  // the last call that waited, or the last change
   Clock::duration patience_ = PERIOD;
 };

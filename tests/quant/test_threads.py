@@ -202,9 +202,12 @@ def test_more_than_one_thread_is_spared_where_waits_go_on(spared):
 WAIT, CALM = (2, 8, 15), (2, 0, 100)
 
 
-def test_waits_far_from_each_other_are_chance(spared):
-    assert spared([WAIT, *[CALM] * 3, WAIT])[-1] == 1
-    assert set(spared([WAIT, *[CALM] * 7, WAIT])) == {0}
+def test_waits_for_which_calm_calls_make_up_are_chance(spared):
+    """Two thirds of a second with one thread instead of two cost more than both waits."""
+    assert spared([WAIT, (2, 0, 0.9), WAIT])[-1] == 1, "1 ms more than one thread alone takes"
+    assert set(spared([WAIT, (2, 0, 0.6), (2, 0, 0.6), WAIT])) == {0}
+    assert spared([(2, 60, 80), *[(2, 0, 3)] * 13, WAIT])[-1] == 1
+    assert set(spared([(2, 60, 80), *[(2, 0, 3)] * 14, WAIT])) == {0}
 
 
 def test_a_single_wait_delays_the_next_try(spared):
