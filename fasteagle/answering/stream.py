@@ -34,8 +34,7 @@ class TextStream:
 
     def push(self, ids: Iterable[int]) -> str:
         """Add tokens; return the text that they complete (may be empty)."""
-        ids = list(ids)
-        if self.stopped or not ids:  # else what is held back would be decoded again
+        if self.stopped:
             return ""
         self._unread.extend(ids)
         n_unread = len(self._unread)
@@ -122,8 +121,7 @@ class ThoughtSplitter:
 
     def finish(self) -> list[tuple[str, bool]]:
         """Return the parts that were held back, since no text follows."""
-        text, self._held = self._held, ""
-        return _filled((text, self.inside))
+        return _filled((self._held, self.inside))
 
     def closed(self, answer: str) -> str:
         """Return the whole `answer` with both marks of its thought, which templates may drop."""

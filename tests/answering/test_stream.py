@@ -44,6 +44,7 @@ def test_wrong_bytes_inside_do_not_hold_up_the_rest():
         (["ab", "cd", "ef"], ["bcde"], "a"),
         (["ab", "cd", "ef"], ["f"], "abcde"),
         (["ab", "ab", "ac"], ["abac"], "ab"),
+        (["x", "a", "a", "b"], ["aab"], "x"),
         (["x\n", "\nUser", ": hi"], ["\n\nUser:", "zzz"], "x"),
         (["aXbY"], ["Y", "X"], "a"),
     ],
@@ -162,6 +163,7 @@ def test_the_thought_of_an_answer(step, opened, text, thought):
 @pytest.mark.parametrize("step", [1, 100])
 def test_a_thought_that_is_cut_short_is_closed(step):
     assert split("<think>a</th", step) == ("<think>a</th", "<think>a</th\n</think>\n\n")
+    assert split("<think>", step) == ("<think>", "<think>\n</think>\n\n")
     assert split("a", step, "<think>\n") == ("a", "<think>\na\n</think>\n\n")
 
 
@@ -173,11 +175,13 @@ def test_blanks_before_a_thought_are_no_answer():
     assert splitter.push("\n") == [] and splitter.push("a") == [("\na", False)]
     splitter = ThoughtSplitter()
     assert splitter.push("\n") == [] and splitter.finish() == [("\n", False)]
+    assert ThoughtSplitter(may_begin=False).push("<think>") == [("<think>", False)]
 
 
 def test_a_prompt_can_open_the_thought():
     assert opened_thought("user: hi\nassistant: <think>\n") == "<think>\n"
     assert opened_thought("<think>\n\n</think>\n\n") == ""
+    assert opened_thought("<think>a</think>b\n<think>") == "<think>"
     assert opened_thought("what does <think> do?") == opened_thought("") == ""
 
 
