@@ -113,6 +113,7 @@ def test_processing_equals_transformers(params):
     ("probs", "top_p", "n_left"),
     [
         ([0.25, 0.25, 0.25, 0.25], 0.5, 4),  # ties stay together
+        ([1.0] * 150_000 + [0.5] * 150_000, 0.9, 300_000),  # their sum fits into 64 bits
         ([0.4, 0.3, 0.3, 0.0], 0.5, 3),
         ([0.5, 0.25, 0.125, 0.125], 0.5, 1),  # the mass is top_p exactly
         ([0.5, 0.25, 0.125, 0.125], 0.75, 2),
@@ -125,11 +126,14 @@ def test_the_nucleus_ends_with_the_token_that_reaches_its_mass(looks, probs, top
 
 
 def test_the_nucleus_does_not_depend_on_the_order_of_sums():
-    """Tokens in any order, rows together or alone, have one threshold."""
+    """Tokens in any order, rows together or alone, have one threshold: that of exact sums."""
     probs = random_logits(16, 32003, seed=3).softmax(-1)
+    sums = (likely := probs.double().sort(descending=True).values).cumsum(-1)
+    last = (sums < 0.97 * sums[:, -1:]).sum(-1, keepdim=True)
     order = torch.randperm(32003, generator=torch.Generator().manual_seed(4))
     for looks in (True, False):
         together = top_p_threshold(probs, 0.97, looks)
+        assert torch.equal(together.double(), likely.gather(-1, last))
         assert torch.equal(top_p_threshold(probs[:, order], 0.97, looks), together)
         alone = [top_p_threshold(row.unsqueeze(0), 0.97, looks) for row in probs]
         assert torch.equal(torch.cat(alone), together)
@@ -180,6 +184,15 @@ def test_noise_depends_on_seed_position_and_token_only():
     for other in (10, 9 + 2**32, 9 + 2**40):
         assert not torch.equal(whole, gumbel_noise(other, torch.arange(100, 110), torch.arange(50)))
     assert not torch.equal(whole[0], whole[1])
+    for hashed in (0, -1):  # the largest noise and the least
+        with mock.patch.object(sampling, "_mix", lambda x, to=hashed: torch.full_like(x, to)):
+            assert gumbel_noise(9, torch.arange(3), torch.arange(4)).isfinite().all()
+
+
+def test_logits_of_half_precision_are_processed_in_fp32():
+    logits = random_logits(4000, 50).bfloat16()
+    params, positions = SamplingParams(0.7), torch.arange(4000)
+    assert torch.equal(draw(logits, positions, params), draw(logits.float(), positions, params))
 
 
 def test_noise_of_neighbours_is_uncorrelated():
@@ -248,11 +261,15 @@ def test_rows_of_one_depth_share_their_noise():
         (SamplingParams(0.8, top_k=65), SamplingMode(False, top_k=300)),
         (SamplingParams(0.8, top_k=300), SamplingMode(False)),
         (SamplingParams(0.8, top_p=0.9, min_p=0.1), SamplingMode(False, top_p=True, min_p=True)),
+        (SamplingParams(0.8, top_p=0.9), SamplingMode(False, top_p=True)),
+        (SamplingParams(0.8, min_p=0.1), SamplingMode(False, min_p=True)),
         (SamplingParams(repetition_penalty=1.1), SamplingMode(penalty=True)),
     ],
 )
 def test_one_variant_serves_all_values_of_a_kind(params, kind):
     assert SamplingMode.of(params, 300) == kind
+    excludes = process_logits(random_logits(2, 300), params).isinf().any()
+    assert kind.filtered == excludes  # kernels draw without a filter else
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 63, 64, 65, 1024, 1025, 1999])

@@ -16,6 +16,8 @@ from fasteagle.compile.cpu_draft import NativeDraft
 from fasteagle.decoding.cycle import EAGER
 from fasteagle.decoding.launch import End, Launch, variant_of
 from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.drafting.lookup import Corpus, Lookup
+from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.drafting.static_tree import StaticTreeDrafter
 from fasteagle.errors import EngineError
 from fasteagle.generate import Engine
@@ -282,7 +284,9 @@ def test_what_the_kernels_do_not_run_is_run_cycle_by_cycle(native):
     tree = EagleDrafter(head_of(native, "eagle1"), TreeShape(2, 2, 4))
     rounds = StaticTreeDrafter(head_of(native, "eagle1"), ((0,), (1,)), sampled=True)
     expected = flat(chunks_of(engine_of(native)))
-    for drafter in (chain, tree, rounds):
+    long = NgramDrafter(lookup=Lookup(corpus=Corpus([expected], "cpu")))
+    long.shape = GatedChain(MAX_ROWS)
+    for drafter in (chain, tree, rounds, long):
         engine = engine_of(native, drafter)
         chunks = chunks_of(engine)
         assert flat(chunks) == expected and len(chunks) == engine.stats.passes + 1
