@@ -122,6 +122,15 @@ def test_texts_that_are_not_alike_share_single_passes(native, calls):
     assert [bool(own.stats.drafted) for own in batch.engines] == [True, True, False]
 
 
+def test_a_text_without_drafts_leaves_the_other_its_own(native):
+    drafted = []
+    for speculate in (False, True):
+        batch = Batch(engine_of(native, drafter_of(native, "fused eagle3")), 2)
+        in_company(batch, [writing([1, 2, 3]), writing([9, 8], speculate=speculate)])
+        drafted.append([own.stats.drafted for own in batch.engines])
+    assert drafted[0] == [drafted[1][0], 0] and drafted[1][1] > 0
+
+
 def test_cycles_that_no_call_runs_share_passes(native, calls):
     """Trees; the last text goes on alone."""
     prompts = [[1, 2, 3], [4, 5, 6], [9, 8]]

@@ -14,10 +14,11 @@ from fasteagle.compile.cpu_blocks import MAX_ROWS
 from fasteagle.compile.cpu_cycles import MOST_CYCLES, CpuRunner, NativeCycles
 from fasteagle.compile.cpu_draft import NativeDraft
 from fasteagle.decoding.cycle import EAGER
-from fasteagle.decoding.launch import End, Launch, variant_of
+from fasteagle.decoding.launch import Done, End, Launch, variant_of
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.lookup import Corpus, Lookup
 from fasteagle.drafting.ngram import NgramDrafter
+from fasteagle.drafting.policy import Outcome
 from fasteagle.drafting.static_tree import StaticTreeDrafter
 from fasteagle.errors import EngineError
 from fasteagle.generate import Engine
@@ -53,8 +54,14 @@ def test_they_do_what_single_cycles_do(native, name, params, calls, monkeypatch)
     prompts = (1, 2, 3), (4, 5, 6, 7, 4, 5)
     plain = [flat(chunks_of(engine_of(native), params, prompt=p)) for p in prompts]
     engines, records = [], []
+
+    def learn(drafter, shape, outcome):
+        learned.append(outcome._replace(ms=None, draft_ms=None, verify_ms=None))
+
+    monkeypatch.setattr(EagleDrafter, "learn", learn)
     for alone in (False, True):
         calls.clear()
+        learned: list[Outcome] = []
         if alone:
             one_by_one(monkeypatch)
         engine = engine_of(native, drafter_of(native, name))
@@ -68,7 +75,7 @@ def test_they_do_what_single_cycles_do(native, name, params, calls, monkeypatch)
         assert not (alone and calls)
         engines.append(engine)
         counts = stats.passes, stats.drafted, stats.path_lengths, stats.finish
-        records.append((*map(flat, texts), counts, engine.cached, engine.shown))
+        records.append((*map(flat, texts), counts, engine.cached, engine.shown, learned))
     assert records[0] == records[1] and [*records[0][:2]] == plain
     one, two = engines
     n = len(one.cached)
@@ -135,6 +142,9 @@ def test_cycles_of_a_call_are_as_many_as_have_time(native, calls, monkeypatch):
     calls.clear()
     chunks_of(engine)
     assert {*calls} == {1}
+    monkeypatch.setattr(cpu_cycles, "CALL_MS", 24.0)
+    engine.runner.took([Done([], 0, 0, None, None, ms=ms) for ms in (3.0, 4.0, 5.0)])
+    assert engine.runner.at_once == 6
 
 
 def test_a_call_runs_cycles_of_one_variant(native):
