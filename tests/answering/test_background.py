@@ -205,12 +205,20 @@ def test_costs_of_another_setting_are_told_once(target, tmp_path, compiler, monk
     assert capsys.readouterr().err.count("tuner: costs kept for another setting") == 1
 
 
-def test_a_chat_that_is_not_tuned_measures_nothing(target, tmp_path, compiler, compiled_for):
-    engine = tuned_engine(target, tmp_path)
+def test_a_chat_that_is_not_tuned_measures_nothing(
+    target, tmp_path, compiler, compiled_for, monkeypatch
+):
+    engine, compiled = tuned_engine(target, tmp_path), threading.Event()
+    monkeypatch.setattr(compiler, "wait", compiled.wait)
     preparation = Preparation(engine, quiet=True, tune=False)
+    assert preparation.busy
+    compiled.set()
     preparation.join()
     assert engine.drafter.policy is None and not compiled_for
     assert not preparation.busy
+    with preparation.answering(SamplingParams(0.8)):
+        pass
+    assert len(preparation._threads) == 1  # this code is there already
     compiler.done = False
     assert preparation.busy
 
@@ -243,6 +251,19 @@ def test_an_answer_before_the_compiler_has_ended_begins_no_other_and_its_error_i
             pass
     assert capsys.readouterr().err == "warning: running without compilation: no compiler\n"
     assert not compiled_for
+
+
+def test_why_no_code_was_compiled_for_other_options_is_told(
+    target, compiler, compiled_for, monkeypatch, capsys
+):
+    monkeypatch.setattr(Compiling, "missing", True)
+    monkeypatch.setattr(Compiling, "compile", raising(RuntimeError("no disk")))
+    preparation = Preparation(Engine(target, 64), quiet=False, tune=False)
+    for _ in range(2):
+        with preparation.answering(SamplingParams(0.8)):
+            pass
+        preparation.join()
+    assert capsys.readouterr().err == "warning: not compiled for these options: no disk\n"
 
 
 def test_another_way_to_draw_is_compiled_in_the_background(target, compiler, monkeypatch, tmp_path):
@@ -288,7 +309,7 @@ def test_another_way_to_draw_is_compiled_in_the_background(target, compiler, mon
 
 def test_each_reason_why_nothing_is_captured_is_told_once(target, compiler, capsys):
     engine = Engine(target, 64)
-    preparation = Preparation(engine, quiet=True, tune=False)
+    preparation = Preparation(engine, quiet=False)
     preparation.join()
     sibling = engine.sibling()
     for runner, error in (
@@ -310,7 +331,7 @@ def test_each_reason_why_nothing_is_captured_is_told_once(target, compiler, caps
 
 
 def test_an_answer_that_is_broken_off_lets_the_thread_go_on(
-    target, tmp_path, compiler, eager_pieces
+    target, tmp_path, compiler, eager_pieces, capsys
 ):
     engine = tuned_engine(target, tmp_path)
     preparation = Preparation(engine, quiet=True)
@@ -318,6 +339,9 @@ def test_an_answer_that_is_broken_off_lets_the_thread_go_on(
         raise KeyboardInterrupt
     preparation.join()
     assert engine.drafter.policy is not None
+    with preparation.answering(GREEDY):
+        pass
+    assert capsys.readouterr().err == ""  # it is quiet
 
 
 def test_a_drafter_that_is_switched_off_while_it_is_measured_is_measured_later(

@@ -88,6 +88,18 @@ def test_they_do_what_single_cycles_do(native, name, params, calls, monkeypatch)
             assert torch.equal(mine, its)
 
 
+def test_drafts_have_the_noise_of_the_target_only_where_they_share_it(native, monkeypatch):
+    drafted = []
+    for noise, alone in (("shared", False), ("none", False), ("none", True)):
+        if alone:
+            one_by_one(monkeypatch)
+        engine = engine_of(native, drafter_of(native, "eagle1"))
+        engine.drafter.noise = noise
+        chunks_of(engine, PARAMS[1])
+        drafted.append((engine.stats.drafted, engine.stats.path_lengths))
+    assert drafted[0] != drafted[1] == drafted[2]
+
+
 @pytest.mark.parametrize("name", ["plain", "ngram", "fused eagle3"])
 def test_no_cycle_is_run_after_the_end(native, name):
     """An end of text inside a call, and a limit that it would pass."""
