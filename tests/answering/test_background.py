@@ -41,7 +41,12 @@ class NoCompiler:
 @pytest.fixture
 def compiler(monkeypatch):
     made = NoCompiler()
-    monkeypatch.setattr(background, "start_compiler", lambda engine, params: made)
+
+    def start(engine, params):
+        made.params = params
+        return made
+
+    monkeypatch.setattr(background, "start_compiler", start)
     return made
 
 
@@ -179,7 +184,7 @@ def test_what_the_policy_may_choose_is_compiled_as_answers_are_drawn(
     params = SamplingParams(0.8)
     preparation = Preparation(engine, quiet=False, params=params)
     preparation.join()
-    assert compiled_for == [(False, sizes)]
+    assert compiled_for == [(False, sizes)] and compiler.params == params
     with preparation.answering(params):
         pass
     assert capsys.readouterr().err == ""
@@ -221,6 +226,10 @@ def test_a_chat_that_is_not_tuned_measures_nothing(
     assert len(preparation._threads) == 1  # this code is there already
     compiler.done = False
     assert preparation.busy
+    waited = []
+    monkeypatch.setattr(compiler, "wait", waited.append)
+    preparation.wait_for_compiler(print)
+    assert waited == [print]  # it says so
 
 
 def test_nothing_is_captured_for_a_drafter_that_was_switched_off(
@@ -229,6 +238,7 @@ def test_nothing_is_captured_for_a_drafter_that_was_switched_off(
     engine = tuned_engine(target, tmp_path, made=captured_engine)
 
     def measured(engine, *rest, **options):
+        assert compiler.applied, "costs are of compiled code"
         engine.use(None)
         return costs(), 1.0
 

@@ -11,6 +11,7 @@ from fasteagle.compile.cpu_backend import CpuBackend
 from fasteagle.compile.cpu_blocks import MAX_ROWS
 from fasteagle.compile.cpu_pass import NativeFinish, why_not
 from fasteagle.decoding.cycle import EAGER
+from fasteagle.decoding.together import groups
 from fasteagle.loading.source import quantize_
 from fasteagle.quant.cpu_linear import NativeLinear
 from fasteagle.quant.cpu_tensors import (
@@ -121,6 +122,12 @@ def test_more_rows_than_one_call_takes(monkeypatch):
         output = backend.pieces.verify(one, target, proposal)
         assert torch.equal(output.logits, EAGER.verify(two, target, proposal).logits)
         assert len(by_parts) == (rows > MAX_ROWS)
+
+
+def test_as_many_sequences_share_a_pass_as_fit():
+    sizes = [3, 5, 1, 9, 2, 2, 4]
+    assert [*groups(sizes, 8)] == [(0, 2), (2, 3), (3, 4), (4, 7)]
+    assert [*groups(sizes, 8, 2)] == [(0, 2), (2, 3), (3, 4), (4, 6), (6, 7)]
 
 
 def test_what_cannot_be_read_is_refused(native):
