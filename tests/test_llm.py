@@ -10,11 +10,13 @@ import pytest
 
 import fasteagle
 from fasteagle import FasteagleError
+from fasteagle.answering.answer_logits import AnswerLogits
 from fasteagle.answering.keywords import read_keywords
 from fasteagle.compile.costs import USUAL, store_costs
+from fasteagle.drafting.lookup import Corpus, Lookup
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.options import GrammarSpec
-from helpers import TINY_VOCAB, output_of
+from helpers import TINY_VOCAB, output_of, raising
 
 
 def test_importing_it_loads_no_torch():
@@ -24,6 +26,30 @@ def test_importing_it_loads_no_torch():
         "print(fasteagle.__version__, callable(fasteagle.load), 'torch' in sys.modules)"
     )
     assert output_of(code) == f"[]\n{fasteagle.__version__} True True\n"
+
+
+@pytest.mark.parametrize("speculate", [False, True])
+def test_an_end_of_text_is_no_text(llm, monkeypatch, speculate):
+    """Guessed or not, and where the tokenizer does not know it as a special token."""
+    whole = llm.chat("hello", max_new_tokens=20).tokens
+    new = (i for i in range(5, 20) if whole[i] not in whole[:i])
+    at = next(i for i in new if llm.tokenizer.decode([whole[i]]).isalnum())
+    before = llm.engine.drafter
+    monkeypatch.setattr(llm.tokenizer, "eos_ids", frozenset((whole[at],)))
+    llm.engine.use(NgramDrafter(lookup=Lookup(corpus=Corpus([whole], "cpu"))))
+    try:
+        answer = llm.chat("hello", max_new_tokens=20, speculate=speculate)
+    finally:
+        llm.engine.use(before)
+    assert answer.tokens == whole[: at + 1] and answer.finish == "eos"
+    assert answer.text == llm.tokenizer.decode(whole[:at])
+    assert bool(answer.stats.accepted) == speculate
+
+
+def test_an_answer_without_such_options_has_no_processor(llm, monkeypatch):
+    """Cycles whose logits are changed are not timed, nor run several at a time."""
+    monkeypatch.setattr(AnswerLogits, "__call__", raising(AssertionError))
+    assert llm.chat("hello", max_new_tokens=5).tokens
 
 
 def test_names_it_does_not_have():
@@ -42,7 +68,7 @@ def test_an_answer_and_its_numbers(llm):
     assert as_messages.tokens == answer.tokens
 
 
-def test_a_stream_is_the_answer_in_pieces(llm):
+def test_a_stream_is_the_answer_in_pieces(llm, monkeypatch):
     whole = llm.generate("a b a b", max_new_tokens=60)
     chunks = list(llm.generate("a b a b", stream=True, max_new_tokens=60))
     assert "".join(chunk.text for chunk in chunks) == whole.text
@@ -51,6 +77,9 @@ def test_a_stream_is_the_answer_in_pieces(llm):
     for chunk in chunks:
         assert 0 <= chunk.accepted <= len(chunk.tokens)
         assert 0 <= chunk.n_guessed <= len(chunk.text)
+    monkeypatch.setattr(llm.tokenizer, "decode", lambda ids: "ab" * len(ids))
+    for chunk in llm.generate("a b a b", stream=True, max_new_tokens=60):
+        assert chunk.n_guessed == 2 * chunk.accepted
 
 
 def test_text_and_ids_without_the_template(llm):
@@ -122,9 +151,9 @@ def test_an_answer_ends_with_the_token_that_completes_a_stop_string(llm, stop, t
 
 def test_of_two_stop_strings_the_one_that_is_complete_first_counts(llm):
     letter = llm.tokenizer.encode("q")[0]
-    stop = ["q" * 9, "q" * 20]
-    answer = llm.chat("q q qqq", max_new_tokens=40, stop=stop, logit_bias={letter: 100})
-    assert (answer.text, len(answer.tokens)) == ("", 9)
+    for stop in (["q" * 9, "q" * 20], ["q" * 20, "q" * 9]):
+        answer = llm.chat("q q qqq", max_new_tokens=40, stop=stop, logit_bias={letter: 100})
+        assert (answer.text, len(answer.tokens)) == ("", 9)
 
 
 def test_logprobs_are_those_of_the_model(llm):

@@ -41,6 +41,12 @@ def test_streams_in_any_order(llm):
     assert not llm.answers.running and not llm.answers._unread
 
 
+def test_text_that_was_held_back_comes_with_the_end(llm):
+    """It might have been the beginning of a stop string."""
+    whole = llm.chat("hello", max_new_tokens=9).text
+    assert llm.chat("hello", max_new_tokens=9, stop=[f"{whole[-1]}<end>"]).text == whole
+
+
 def test_an_idle_engine_with_little_text_goes_before_one_with_a_conversation(llm):
     """Both share the template's first tokens with the next question; there is no prefix cache."""
     llm.answers.forget()

@@ -222,8 +222,7 @@ class Runner:
     def read(self) -> Done:
         """Return the result of the oldest launched cycle; raise what made its pass fail."""
         if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
+            raise self._failure
         *tokens, by_lookup, drafted = self.state.result.tolist()
         begin, drafted_at, *verified_at = self._laps
         alone = bool(verified_at)  # else others shared the pass

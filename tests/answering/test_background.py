@@ -267,7 +267,7 @@ def test_why_no_code_was_compiled_for_other_options_is_told(
     target, compiler, compiled_for, monkeypatch, capsys
 ):
     monkeypatch.setattr(Compiling, "missing", True)
-    monkeypatch.setattr(Compiling, "compile", raising(RuntimeError("no disk")))
+    monkeypatch.setattr(Compiling, "compile", raising(RuntimeError("no disk\nat all")))
     preparation = Preparation(Engine(target, 64), quiet=False, tune=False)
     for _ in range(2):
         with preparation.answering(SamplingParams(0.8)):

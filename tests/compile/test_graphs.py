@@ -24,6 +24,7 @@ from fasteagle.generate import Engine
 from fasteagle.model import Target
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import SamplingMode
+from fasteagle.shapes import TreeShape
 from helpers import Even, captured_engine, generated, output_of, random_target, tiny_config
 from replaying import FakePlace
 
@@ -354,6 +355,12 @@ def test_nothing_that_was_dropped_is_under_way(cuda, engine):
     cuda.order.clear()
     engine.runner.drop()
     assert cuda.order == ["host waits"]
+
+
+def test_dropped_cycles_say_whether_a_draft_head_may_have_read_pairs(engine):
+    plain, drafted = (engine.spec(shape, SamplingMode()) for shape in (None, TreeShape()))
+    for specs, has_read in (([], False), ([plain], False), ([plain, drafted], True)):
+        assert engine.runner.drop(specs) == has_read
 
 
 def test_the_time_of_a_cycle_that_waited_for_a_capture_is_not_its_own(cuda, engine):
