@@ -9,6 +9,7 @@ import torch
 from fasteagle.multi_round import accept_sampled, multi_round
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import BAD_ROW, SamplingMode
+from fasteagle.shapes import FusedShape, GatedChain, TreeShape
 from fasteagle.state import CycleSpec
 from fasteagle.tree import DraftTree, Proposal
 from fasteagle.verify import PAD, accept, seen_rows
@@ -111,3 +112,10 @@ def test_penalty_sees_each_rows_own_ancestors():
     rows = [set(row.nonzero()[:, 0].tolist()) for row in seen_rows(seen, Proposal.of(tree))]
     assert rows == [{1, 5}, {1, 5, 6}, {1, 5, 7}, {1, 5, 6, 8}]
     assert seen.sum() == 1
+
+
+def test_what_a_cycle_does_for_a_tree_of_its_shape():
+    shapes = None, TreeShape(2, 1, 2), GatedChain(3), TreeShape(2, 2, 4), FusedShape(1, 2, 4, 3)
+    specs = [CycleSpec(shape, 1, SamplingMode()) for shape in (*shapes, FusedShape(0, 0, 4, 4))]
+    assert [spec.in_place for spec in specs] == [False, True, True, False, False, False]
+    assert [spec.extends for spec in specs] == [False, True, True, True, True, False]
