@@ -16,7 +16,7 @@ from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import SamplingMode
-from fasteagle.shapes import FusedShape, StaticShape, TreeShape
+from fasteagle.shapes import MAX_DEPTH, FusedShape, StaticShape, TreeShape
 from fasteagle.state import PENDING
 from fasteagle.tree import DraftTree, chain
 from helpers import (
@@ -161,6 +161,13 @@ def test_a_drafter_that_is_always_right(target, n, params):
     assert engine.stats.passes == -(-(n - 1) // 6)  # six tokens a pass
     assert set(engine.stats.path_lengths[:-1]) == {5}
     assert engine.stats.accepted + engine.stats.passes >= n - 1
+
+
+def test_the_longest_path_can_be_accepted_whole(target):
+    truth = PROMPT + generated(Engine(target, 512), 80)
+    engine = Engine(target, 512, drafter=Fake(oracle(truth, MAX_DEPTH), MAX_DEPTH + 1, MAX_DEPTH))
+    assert generated(engine, MAX_DEPTH + 2) == truth[len(PROMPT) :][: MAX_DEPTH + 2]
+    assert engine.stats.path_lengths == [MAX_DEPTH] and engine.stats.drafted == MAX_DEPTH
 
 
 def test_logits_after_the_end_of_an_answer_do_not_matter(target):

@@ -31,6 +31,7 @@ from helpers import (
     generated,
     output_of,
     raising,
+    random_head,
     random_target,
     spec_of,
     tiny_config,
@@ -291,6 +292,15 @@ def test_compiled_pieces_are_those_of_all_siblings_until_none_drafts_so(target):
 
 def test_advice_that_fails_hides_no_lack_of_memory(target):
     assert Backend(Target(target), raising(ValueError())).advised(None) is None
+
+
+def test_a_compiled_draft_head_is_run_until_it_is_dropped(target):
+    backend, head = Backend(Target(target)), random_head(target)
+    assert backend.step(head) is None
+    backend.use_compiled_blocks(None, {head: nothing})
+    assert backend.step(head) is not None and backend.name == "eager"
+    backend.drop_compiled([head, random_head(target)])
+    assert backend.step(head) is None
 
 
 def test_a_cache_of_another_size_or_at_another_address_is_another(cuda, engine):
