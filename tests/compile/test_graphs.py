@@ -299,6 +299,10 @@ def test_a_compiled_draft_head_is_run_until_it_is_dropped(target):
     assert backend.step(head) is None
     backend.use_compiled_blocks(None, {head: nothing})
     assert backend.step(head) is not None and backend.name == "eager"
+    for name, after in (("eager", "compiled"), ("cuda", "cuda")):
+        backend.name = name
+        backend.use_compiled_blocks(nothing, {})
+        assert backend.name == after
     backend.drop_compiled([head, random_head(target)])
     assert backend.step(head) is None
 
