@@ -6,6 +6,7 @@ import itertools
 
 import torch
 
+from fasteagle.decoding.cycle import EAGER
 from fasteagle.multi_round import accept_sampled, multi_round
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import BAD_ROW, SamplingMode
@@ -13,7 +14,7 @@ from fasteagle.shapes import FusedShape, GatedChain, TreeShape
 from fasteagle.state import CycleSpec
 from fasteagle.tree import DraftTree, Proposal
 from fasteagle.verify import PAD, accept, seen_rows
-from helpers import empty_state, random_target, tiny_config
+from helpers import empty_state, fused_drafter, random_head, random_target, tiny_config
 
 
 def test_accept_follows_the_drawn_tokens():
@@ -119,3 +120,24 @@ def test_what_a_cycle_does_for_a_tree_of_its_shape():
     specs = [CycleSpec(shape, 1, SamplingMode()) for shape in (*shapes, FusedShape(0, 0, 4, 4))]
     assert [spec.in_place for spec in specs] == [False, True, True, False, False, False]
     assert [spec.extends for spec in specs] == [False, True, True, True, True, False]
+
+
+def test_one_pair_is_pending_where_an_answer_begins_and_after_a_long_pause():
+    state = empty_state(random_target(tiny_config()))
+    state.tokens[:3] = torch.tensor([4, 5, 6])
+    state.features[:3] = torch.arange(3.0).unsqueeze(1)
+    state.count.fill_(3)
+    state.keep_last_pair(3)
+    tokens, features, count = state.committed(1)
+    assert (int(tokens), float(features[0, 0]), int(count)) == (6, 2.0, 1)
+    state.count.fill_(3)
+    state.load([7, 8, 9], torch.full_like(features, 5.0), SamplingParams())
+    tokens, features, count = state.committed(1)
+    assert (int(tokens), float(features[0, 0]), int(count)) == (9, 5.0, 1)
+
+
+def test_a_lookup_alone_leaves_pairs_pending():
+    target, shape = random_target(tiny_config()), FusedShape(0, 0, 4, 4)
+    drafter = fused_drafter(random_head(target), shape)
+    proposal = EAGER.draft(empty_state(target), drafter, CycleSpec(shape, 1, SamplingMode()))
+    assert proposal.extended is False
