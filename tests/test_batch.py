@@ -232,21 +232,6 @@ def test_the_time_between_two_steps_is_not_that_of_a_cycle(monkeypatch):
     assert min(ms) < 400
 
 
-def test_the_parts_of_a_cycle_are_timed_alone_and_in_company(monkeypatch):
-    engine = Engine(random_target(tiny_config()), 128, drafter=NgramDrafter())
-    seen = []
-    monkeypatch.setattr(NgramDrafter, "learn", lambda own, shape, outcome: seen.append(outcome))
-    generated(engine, 20, [9, 10])
-    assert len(seen) > 1 and all(one.ms >= one.draft_ms + one.verify_ms > 0 for one in seen)
-    seen.clear()
-    several = Batch(engine, 2)
-    for key in range(2):
-        begin(several, key, ([9, 10], SamplingParams(), 20))
-    finished(several)
-    shared = [one for one in seen if one.verify_ms is None]
-    assert shared and all(one.ms is None and one.draft_ms > 0 for one in shared)
-
-
 def test_decisions_are_for_all_that_are_under_way(native, tmp_path):
     engine, _ = native["int8", "auto"]
     engine.use(fused(engine, tmp_path))

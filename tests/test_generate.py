@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fasteagle.batch import Batch
 from fasteagle.compile.measurement import Measurement
 from fasteagle.decoding.stats import Stats
 from fasteagle.drafting.eagle import EagleDrafter
@@ -14,7 +15,18 @@ from fasteagle.generate import Engine
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.options import SamplingParams
 from fasteagle.shapes import TreeShape
-from helpers import GREEDY, Even, generated, make_hf_model, random_head, verify_rows
+from helpers import (
+    GREEDY,
+    Even,
+    finished,
+    generated,
+    make_hf_model,
+    random_head,
+    random_target,
+    tiny_config,
+    verify_rows,
+)
+from test_batch import begin
 
 SAMPLED = SamplingParams(0.9, top_p=0.95, repetition_penalty=1.2, seed=11)
 PROMPT = [5, 9, 200, 17, 33, 8, 120, 64]
@@ -207,3 +219,18 @@ def test_chunks_that_come_together_have_equal_parts_of_the_time():
         stats.add_chunk(elapsed, ready)
         stats.passes += 1
     assert stats.cycle_seconds == [1.0, 0.875, 0.875] and stats.decode_seconds == 2.75
+
+
+def test_the_parts_of_a_cycle_are_timed_alone_and_in_company(monkeypatch):
+    engine = Engine(random_target(tiny_config()), 128, drafter=NgramDrafter())
+    seen = []
+    monkeypatch.setattr(NgramDrafter, "learn", lambda own, shape, outcome: seen.append(outcome))
+    generated(engine, 20, [9, 10])
+    assert len(seen) > 1 and all(one.ms >= one.draft_ms + one.verify_ms > 0 for one in seen)
+    seen.clear()
+    several = Batch(engine, 2)
+    for key in range(2):
+        begin(several, key, ([9, 10], SamplingParams(), 20))
+    finished(several)
+    shared = [one for one in seen if one.verify_ms is None]
+    assert shared and all(one.ms is None and one.draft_ms > 0 for one in shared)

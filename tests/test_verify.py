@@ -7,14 +7,16 @@ import itertools
 import torch
 
 from fasteagle.decoding.cycle import EAGER
+from fasteagle.generate import Engine
 from fasteagle.multi_round import accept_sampled, multi_round
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import BAD_ROW, SamplingMode
-from fasteagle.shapes import FusedShape, GatedChain, TreeShape
+from fasteagle.shapes import MAX_DEPTH, FusedShape, GatedChain, TreeShape
 from fasteagle.state import CycleSpec
 from fasteagle.tree import DraftTree, Proposal
 from fasteagle.verify import PAD, accept, seen_rows
-from helpers import empty_state, fused_drafter, random_head, random_target, tiny_config
+from helpers import empty_state, fused_drafter, generated, random_head, random_target, tiny_config
+from test_speculative import PROMPT, Fake, oracle
 
 
 def test_accept_follows_the_drawn_tokens():
@@ -141,3 +143,25 @@ def test_a_lookup_alone_leaves_pairs_pending():
     drafter = fused_drafter(random_head(target), shape)
     proposal = EAGER.draft(empty_state(target), drafter, CycleSpec(shape, 1, SamplingMode()))
     assert proposal.extended is False
+
+
+def test_the_longest_path_can_be_accepted_whole(target):
+    truth = PROMPT + generated(Engine(target, 512), 80)
+    engine = Engine(target, 512, drafter=Fake(oracle(truth, MAX_DEPTH), MAX_DEPTH + 1, MAX_DEPTH))
+    assert generated(engine, MAX_DEPTH + 2) == truth[len(PROMPT) :][: MAX_DEPTH + 2]
+    assert engine.stats.path_lengths == [MAX_DEPTH] and engine.stats.drafted == MAX_DEPTH
+
+
+def test_what_a_cycle_changes_is_what_is_restored(target):
+    """Captures run a cycle more often than it counts; text past the root is not read."""
+    params = SamplingParams(repetition_penalty=1.5)
+    truth = PROMPT + generated(Engine(target, 512), params=params)
+    engine = Engine(target, 512, drafter=Fake(oracle(truth, 5), 6, 5))
+    answer, state = engine.generate(PROMPT, params, 30), engine.state
+    next(answer)
+    tensors = {name: t for name, t in vars(state).items() if isinstance(t, torch.Tensor)}
+    before = {name: t.clone() for name, t in tensors.items()}
+    next(answer)
+    changed = {name for name, t in tensors.items() if not torch.equal(t, before[name])}
+    restored = {name for name, t in tensors.items() if any(t is one for one in state.advanced)}
+    assert changed == {"text", *restored}

@@ -25,17 +25,7 @@ from fasteagle.model import Target
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import TreeShape
-from helpers import (
-    Even,
-    captured_engine,
-    generated,
-    output_of,
-    raising,
-    random_head,
-    random_target,
-    spec_of,
-    tiny_config,
-)
+from helpers import Even, captured_engine, generated, output_of, random_target, tiny_config
 from replaying import FakePlace
 
 
@@ -273,38 +263,6 @@ def test_what_is_compiled_replaces_the_graphs_of_siblings(cuda, engine):
     captures = sibling.runner.captures
     sibling.prepare(SamplingParams())
     assert sibling.runner.captures == captures, "they are replaced once"
-
-
-def test_compiled_pieces_are_those_of_all_siblings_until_none_drafts_so(target):
-    engine, drafters = Engine(target, 64), [NgramDrafter(), NgramDrafter()]
-    sibling, plain = engine.sibling(), engine.spec(None, SamplingMode())
-    spec, pieces = spec_of(drafters[0].shape), EAGER._replace(verify=nothing)
-    keys = [(None, plain), *((drafter, spec) for drafter in drafters)]
-    engine.use(drafters[0])
-    engine.runner.use_compiled(dict.fromkeys(keys[:2], pieces))
-    sibling.use(drafters[0].sibling())
-    assert sibling.runner.pieces(spec, sibling.drafter).verify is nothing
-    engine.use(drafters[1])
-    assert [*engine.runner.compiled] == keys[:2]
-    sibling.use(drafters[1].sibling())
-    assert [*engine.runner.compiled] == keys[:1]
-
-
-def test_advice_that_fails_hides_no_lack_of_memory(target):
-    assert Backend(Target(target), raising(ValueError())).advised(None) is None
-
-
-def test_a_compiled_draft_head_is_run_until_it_is_dropped(target):
-    backend, head = Backend(Target(target)), random_head(target)
-    assert backend.step(head) is None
-    backend.use_compiled_blocks(None, {head: nothing})
-    assert backend.step(head) is not None and backend.name == "eager"
-    for name, after in (("eager", "compiled"), ("cuda", "cuda")):
-        backend.name = name
-        backend.use_compiled_blocks(nothing, {})
-        assert backend.name == after
-    backend.drop_compiled([head, random_head(target)])
-    assert backend.step(head) is None
 
 
 def test_a_cache_of_another_size_or_at_another_address_is_another(cuda, engine):
