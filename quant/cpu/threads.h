@@ -42,10 +42,10 @@ class Spared {
   // wait. They must also come again before calls without waits have made up for them, and not in a
   // short call, such as drafting, which becomes a long one by chance.
   void learn(int size, Clock::duration waited, Clock::duration whole, Clock::time_point now) {
-    const bool again = lost_ > Clock::duration::zero();
+    const bool late = waited * size > whole, again = lost_ > Clock::duration::zero();
+    if (late && whole < SHORT) return;
     lost_ = std::max(Clock::duration::zero(), lost_ + waited * size - whole);
-    if (waited * size > whole) {
-      if (whole < SHORT) return;
+    if (late) {
       since_ = now;
       if (!again) return;
       lost_ = Clock::duration::zero();
@@ -68,7 +68,7 @@ class Spared {
   static constexpr Clock::duration PERIOD = std::chrono::milliseconds(600);
   static constexpr Clock::duration LONGEST = std::chrono::seconds(10);
   int spared_ = 0;
-  Clock::duration lost_{};  // by waits, beyond what one thread less would have cost
+  Clock::duration lost_{};   // by waits, beyond what one thread less would have cost
   Clock::time_point since_;  // the last call that waited, or the last change
   Clock::duration patience_ = PERIOD;
 };

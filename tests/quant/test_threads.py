@@ -192,6 +192,7 @@ def test_waits_that_cost_less_than_a_thread_spare_none(spared):
 def test_a_wait_in_a_short_call_says_nothing(spared):
     """Drafting is a tenth of a cycle: to be interrupted there is no reason to do it alone."""
     assert set(spared([(2, 0, 6), (2, 3, 3.5)] * 100)) == {0}
+    assert spared([(2, 3, 3.5), (2, 4, 6)]) == [0, 0]
     assert spared([(2, 4, 6), (2, 4, 6)]) == [0, 1]
 
 
