@@ -60,7 +60,7 @@ class CapturedRunner(Runner):
 
     def __init__(self, backend: Backend, state: DecodeState, graphs: CudaGraphs) -> None:
         super().__init__(backend, state)
-        self._graphs, self.few_rows = graphs, backend.few_rows
+        self._graphs = graphs
         self._replays: dict[Any, Replay | None] = {}  # None: not captured
         self._split: dict[Any, SplitCycle | None] = {}
         self._short: ShortPasses | None = None
@@ -187,6 +187,10 @@ class CapturedRunner(Runner):
         if (n := self._failures[variant]) >= MOST_FAILURES:
             line += f" (failed {n} times, not tried again)"
         self.error = line
+
+    @property
+    def few_rows(self) -> int:  # type: ignore[override]
+        return self.backend.few_rows
 
     def replay_prompt(
         self, ids: Sequence[int], begin: int, aux_layers: tuple[int, ...]
