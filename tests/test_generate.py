@@ -18,6 +18,7 @@ from fasteagle.shapes import TreeShape
 from helpers import (
     GREEDY,
     Even,
+    assert_true_pairs,
     finished,
     generated,
     make_hf_model,
@@ -96,10 +97,26 @@ def test_chunks_of_a_prompt_are_longer_on_a_gpu(model, monkeypatch):
     engine = Engine(model, 512, drafter=drafter)
     whole, lengths = generated(engine, 40, prompt), engine.stats.path_lengths
     assert engine.prefill_chunk == 256
-    monkeypatch.setattr("fasteagle.decoding.context.HEAD_CHUNK", 7)
     monkeypatch.setattr(Engine, "prefill_chunk", 31)
-    other = Engine(model, 512, drafter=EagleDrafter(drafter.head, TreeShape(3, 3, 8)))
-    assert generated(other, 40, prompt) == whole and other.stats.path_lengths == lengths
+    show, parts = EagleDrafter.show, []
+
+    def counted(drafter, new, end):
+        parts.append(len(new.tokens))
+        show(drafter, new, end)
+
+    monkeypatch.setattr(EagleDrafter, "show", counted)
+    for n in (7, 70):
+        monkeypatch.setattr("fasteagle.decoding.context.HEAD_CHUNK", n)
+        other = Engine(model, 512, drafter=EagleDrafter(drafter.head, TreeShape(3, 3, 8)))
+        assert generated(other, 40, prompt) == whole and other.stats.path_lengths == lengths
+    assert len(prompt) == 160 and parts[-3:] == [70, 23, 66], "93 rows are shown in two parts"
+    other.cached.clear()
+    prefill = other.prefill_parts(prompt)
+    for _ in range(4):
+        next(prefill)
+    prefill.close()
+    assert (other.shown, len(other.cached)) == (93, 124), "broken off before the second time"
+    assert_true_pairs(other, prompt + generated(other, 40, prompt), missing=10)
     monkeypatch.undo()
     engine.on_cpu = False
     assert engine.prefill_chunk == 1024

@@ -161,6 +161,7 @@ class Context:
         self.reserve(len(prompt))
         if drafter is not None and not begin:
             drafter.begin(prompt[0])
+        unseen: list[Tensor] = []  # features for the drafter: showing it a few rows takes as long
         for first, end in self._passes(begin, n_cached, len(prompt)):
             cached = self.cache.rows[:, :, first : min(end, n_cached)]  # none from `n_cached` on
             before = cached.clone()
@@ -169,7 +170,10 @@ class Context:
             read = normed if aux_states is None else aux_states
             self.cached.extend(prompt[first:end])
             if drafter is not None and reads:
-                self._show(drafter, prompt[first + 1 : end + 1], read, first)
+                unseen.append(read)
+                if end == len(prompt) or end - self.shown >= HEAD_CHUNK:
+                    self._show(drafter, prompt[self.shown + 1 : end + 1], torch.cat(unseen))
+                    unseen.clear()
             if end < len(prompt):
                 yield None
         yield Prefilled(normed[-1:], read[-1:], begin)
@@ -190,8 +194,9 @@ class Context:
             yield first, end
             first = end
 
-    def _show(self, drafter: Drafter, after: Sequence[int], read: Tensor, begin: int) -> None:
-        """Show a draft head the features `read` from position `begin` on and the tokens `after`."""
+    def _show(self, drafter: Drafter, after: Sequence[int], read: Tensor) -> None:
+        """Show a draft head the next features, which `read` begins with, and the tokens `after`."""
+        begin = self.shown
         for at in range(0, len(after), HEAD_CHUNK):
             part = after[at : at + HEAD_CHUNK]
             tokens = torch.tensor(part, device=self.device)
