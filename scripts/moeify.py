@@ -27,12 +27,12 @@ from fasteagle.cli.command import Script
 from fasteagle.cli.options import FILE, FOLDER, RESULT
 from fasteagle.config import ModelConfig, MoEConfig, dense_width
 from fasteagle.errors import FasteagleError, note
+from fasteagle.loading.changed import rope_order
 from fasteagle.loading.checkpoint import load_model
 from fasteagle.loading.gguf import BLOCK_NAMES, GLOBAL_NAMES
 from fasteagle.loading.heads.tables import layer_config
 from fasteagle.loading.names import expected_shapes
 from fasteagle.loading.open import OpenedModel, open_model
-from fasteagle.loading.rope_order import rope_order
 from fasteagle.loading.tensors import Checkpoint, save_tensors
 from fasteagle.model import MLP, MoE, Target, Transformer, causal_mask
 from fasteagle.options import DEFAULT_MODEL

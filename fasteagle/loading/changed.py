@@ -1,7 +1,8 @@
 """Weights that are changed when they are read, so that all models compute alike.
 
-Rows of queries and keys whose RoPE turns adjacent values are put into the order of halves
-(`rope_order`). The multipliers of a Granite model's config are put into its weights:
+Models here turn value i of a head with value i + E/2. Where files have the two side by side, the
+rows of queries and keys are put into the order of halves (`rope_order`): scores of attention stay
+what they are. The multipliers of a Granite model's config are put into its weights:
 
 embedding * m       the embedding, and then a tied LM head is a table of its own
 attention           the query rows: scores are divided by sqrt(head_dim) in every model
@@ -13,10 +14,10 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
 from torch import Tensor
 
 from fasteagle.config import Multipliers
-from fasteagle.loading.rope_order import rope_order
 from fasteagle.loading.tensors import Checkpoint
 from fasteagle.quant.packed import PackedWeight
 from fasteagle.quant.scheme import Scheme
@@ -112,3 +113,9 @@ class ChangedCheckpoint(Checkpoint):
         if name.endswith("q_proj.weight"):
             return m.attention * self.config.head_dim**0.5
         return m.residual if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
+
+
+def rope_order(n_rows: int, n_head: int) -> Tensor:
+    """Return the order [n_rows] in which rows in pairs are rows in halves."""
+    paired = torch.arange(n_rows).view(n_head, n_rows // n_head // 2, 2)
+    return paired.transpose(1, 2).reshape(n_rows)

@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, qu
 from fasteagle.config import Eagle3Config, HeadConfig, Llama3RopeScaling, Multipliers
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import FasteagleError
-from fasteagle.loading.changed import ChangedCheckpoint
+from fasteagle.loading.changed import ChangedCheckpoint, rope_order
 from fasteagle.loading.checkpoint import open_checkpoint
 from fasteagle.loading.gguf_index import read_index
 from fasteagle.loading.heads import gguf as gguf_head
@@ -21,7 +21,6 @@ from fasteagle.loading.heads.gguf import NAMES, write_gguf_head
 from fasteagle.loading.heads.read import open_head
 from fasteagle.loading.heads.tables import official_state
 from fasteagle.loading.heads.write import HeadTarget, export_head, save_head
-from fasteagle.loading.rope_order import rope_order
 from fasteagle.loading.tensors import DummyCheckpoint
 from fasteagle.model import make_head, rope_table
 from fasteagle.shapes import TreeShape

@@ -20,6 +20,7 @@ from fasteagle.config_fields import Fields
 from fasteagle.config_gguf import read_layer
 from fasteagle.errors import FasteagleError
 from fasteagle.loading import gguf
+from fasteagle.loading.changed import rope_order
 from fasteagle.loading.gguf_index import GGUFIndex, read_index
 from fasteagle.loading.heads.tables import (
     GGUF_LAYERS,
@@ -29,7 +30,6 @@ from fasteagle.loading.heads.tables import (
     official_name,
     target_ids,
 )
-from fasteagle.loading.rope_order import rope_order
 from fasteagle.model import rope_frequencies
 from fasteagle.paths import replacing
 
