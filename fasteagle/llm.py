@@ -8,9 +8,9 @@ from os import PathLike
 from typing import Any, Literal, Unpack, overload
 
 from fasteagle.answering.answer import Answer, Chunk
-from fasteagle.answering.answer_logits import AnswerRequest, TokenMask
+from fasteagle.answering.answer_logits import AnswerRequest
 from fasteagle.answering.background import Preparation
-from fasteagle.answering.grammar import GrammarCompiler
+from fasteagle.answering.grammar import GrammarCompiler, GrammarMask
 from fasteagle.answering.keywords import (
     AnswerKeywords,
     check_extras,
@@ -309,7 +309,7 @@ class LLM:
             prompt, params, options, eos_ids, dict(bias), mask, n_top, speculate, **penalties
         )
 
-    def grammar(self, spec: GrammarSpec) -> TokenMask:
+    def grammar(self, spec: GrammarSpec) -> GrammarMask:
         """Return the compiled grammar of an answer; other threads may call this."""
         return self._grammars.start(spec)
 

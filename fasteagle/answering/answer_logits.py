@@ -10,30 +10,14 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from fasteagle.answering.grammar import GrammarMask
 from fasteagle.options import AnswerOptions, SamplingParams
 from fasteagle.quant import cpu_build
 from fasteagle.tree import DraftTree
-
-
-class TokenMask(Protocol):
-    """Grammar at the end of the text so far."""
-
-    def apply(
-        self, logits: Tensor, tokens: Sequence[int], parents: Sequence[int], valid: Sequence[bool]
-    ) -> Tensor:
-        """Return logits [T, V], minus infinity for tokens that may not follow a row of the tree.
-
-        May change them in place. Rows that the grammar itself cannot reach allow all tokens: they
-        are never accepted.
-        """
-
-    def advance(self, tokens: Sequence[int]) -> None:
-        """Advance by tokens that were added to the text."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +38,7 @@ class AnswerRequest:
     answer: AnswerOptions
     eos_ids: frozenset[int]
     bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
-    mask: TokenMask | None = None
+    mask: GrammarMask | None = None
     n_top: int | None = None
     speculate: bool = True
     presence_penalty: float = 0.0

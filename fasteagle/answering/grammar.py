@@ -94,7 +94,7 @@ def _forbid(logits: Tensor, words: Tensor) -> Tensor:
 
 
 class GrammarMask:
-    """Grammar at the end of the text so far; see `answer_logits.TokenMask`."""
+    """Grammar at the end of the text so far."""
 
     def __init__(self, matcher: Any, eos_ids: frozenset[int]) -> None:
         self._matcher = matcher
@@ -104,6 +104,11 @@ class GrammarMask:
     def apply(
         self, logits: Tensor, tokens: Sequence[int], parents: Sequence[int], valid: Sequence[bool]
     ) -> Tensor:
+        """Return logits [T, V], minus infinity for tokens that may not follow a row of the tree.
+
+        May change them in place. Rows that the grammar itself cannot reach allow all tokens: they
+        are never accepted.
+        """
         n_words = -(-logits.shape[1] // BITS)
         words = torch.full((len(tokens), n_words), -1, dtype=torch.int32)
         children: list[list[int]] = [[] for _ in tokens]
@@ -149,6 +154,7 @@ class GrammarMask:
             self._fill(below, words, child, tokens, children)
 
     def advance(self, tokens: Sequence[int]) -> None:
+        """Advance by tokens that were added to the text."""
         for token in tokens:
             if self._has_failed_rows:
                 self._matcher.compute_bitmask()  # fails again
