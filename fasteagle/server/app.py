@@ -77,7 +77,8 @@ class Server:
         self.name = Path(llm.name).name if Path(llm.name).exists() else llm.name
         self.metrics = Metrics(self.name)
         self.queue = AnswerQueue(llm, options.queue, self.metrics)
-        self.metrics.watch(lambda: self.queue.n_running, lambda: self.queue.n_waiting)
+        self.metrics.running.set_function(lambda: self.queue.n_running)
+        self.metrics.waiting.set_function(lambda: self.queue.n_waiting)
         self.planner = Planner(llm, defaults)
         self._planning = ThreadPoolExecutor(1, "planner")
         self._long = ThreadPoolExecutor(LONG_THREADS, "long")
@@ -99,7 +100,7 @@ class Server:
         plan: Plan = await self.planned(request, job, partial(make, body))  # type: ignore[arg-type]
         if plan.form is not None:
             plan = await self._aside(request, job, "grammar", partial(self.planner.compiled, plan))
-        self.metrics.planned(time.perf_counter() - job.submitted)
+        self.metrics.planning.observe(time.perf_counter() - job.submitted)
         jobs += [Job(job, i % plan.n == 0) for i in range(1, len(plan.answers))]
         for each, wanted in zip(jobs, plan.answers, strict=True):
             each.request, each.text = wanted, plan.text or None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client import (
@@ -63,39 +63,23 @@ class Metrics:
             "vllm:request_time_per_output_token_seconds", "Mean of an answer.", TOKEN_SECONDS
         )
         self._whole = histogram("vllm:e2e_request_latency_seconds", "Waiting included.", SECONDS)
-        self._queued = histogram("vllm:request_queue_time_seconds", "Waiting.", SECONDS)
+        self.queued = histogram("vllm:request_queue_time_seconds", "Waiting.", SECONDS)
         self._refused = counter(
             "fasteagle:requests_refused", "Requests that got an error, by HTTP status.", "status"
         )
-        self._planning = histogram(
+        self.planning = histogram(
             "fasteagle:request_planning_time_seconds",
             "Template, tokens and grammar, waiting for them included.",
             SECONDS,
         )
-        self._at_once = histogram(
+        self.at_once = histogram(
             "fasteagle:answers_per_pass",
             "Answers that one pass of the model went on with.",
             range(1, MOST_AT_ONCE + 1),
         )
         ProcessCollector(registry=self.registry)
-        self._running = gauge("vllm:num_requests_running")
-        self._waiting = gauge("vllm:num_requests_waiting")
-
-    def watch(self, running: Callable[[], float], waiting: Callable[[], float]) -> None:
-        """Call `running` and `waiting` whenever the numbers are read."""
-        self._running.set_function(running)
-        self._waiting.set_function(waiting)
-
-    def started(self, waited: float) -> None:
-        self._queued.observe(waited)
-
-    def planned(self, seconds: float) -> None:
-        """Count a request that is ready for the model `seconds` after it came."""
-        self._planning.observe(seconds)
-
-    def stepped(self, n_answers: int) -> None:
-        """Count a pass of the model, which went on with so many answers."""
-        self._at_once.observe(n_answers)
+        self.running = gauge("vllm:num_requests_running")
+        self.waiting = gauge("vllm:num_requests_waiting")
 
     def answered(self, status: int) -> None:
         """Count a request that got an error."""

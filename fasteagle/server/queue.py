@@ -183,7 +183,7 @@ class AnswerQueue:
             except Exception as error:
                 self._finish(job, error)
             else:
-                self._metrics.started(job.begun - job.submitted)
+                self._metrics.queued.observe(job.begun - job.submitted)
 
     def _next(self) -> Job | None:
         with self._changed:
@@ -221,7 +221,7 @@ class AnswerQueue:
             else:
                 self._finish(job, event)
         if served:
-            self._metrics.stepped(len(served))
+            self._metrics.at_once.observe(len(served))
 
     def _finish(self, job: Job, error: Exception | None) -> None:
         """End a running job, whose answer is whole if there is no error."""
