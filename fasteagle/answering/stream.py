@@ -90,14 +90,14 @@ def without_open_thought(prompt: str) -> str:
 class ThoughtSplitter:
     """Splitter of an answer into its thought, from `<think>` to `</think>`, and the rest.
 
-    `opened` is the result of `opened_thought` for the prompt; else a thought `may_begin`. Text is
-    held back while it may be the beginning of a mark.
+    The `prompt` may have begun the thought; else one `may_begin`. Text is held back while it may be
+    the beginning of a mark.
     """
 
-    def __init__(self, opened: str = "", may_begin: bool = True) -> None:
-        self.inside = bool(opened)
-        self._opened = opened
-        self._may_begin = may_begin and not opened  # only blanks so far
+    def __init__(self, prompt: str = "", may_begin: bool = True) -> None:
+        self._opened = opened_thought(prompt)
+        self.inside = bool(self._opened)
+        self._may_begin = may_begin and not self.inside  # only blanks so far
         self._held = ""
 
     def push(self, text: str) -> list[tuple[str, bool]]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator
 from typing import NamedTuple
 
 from fasteagle.answering.known_texts import Prompt
-from fasteagle.answering.stream import ThoughtSplitter, opened_thought
+from fasteagle.answering.stream import ThoughtSplitter
 from fasteagle.decoding.stats import Stats
 from fasteagle.errors import FasteagleError, counted
 from fasteagle.llm import LLM
@@ -78,7 +78,7 @@ class ChatSession:
         try:
             prompt = self._fit()
             may_begin = self.form is None and self.llm.tokenizer.knows_thoughts
-            thought = ThoughtSplitter(opened_thought(prompt.text), may_begin)
+            thought = ThoughtSplitter(prompt.text, may_begin)
             request = self.llm.made_request(prompt.ids, self.params, self.answer, self.form)
             with contextlib.closing(self.llm.answers.stream(request, prompt.text)) as chunks:
                 for chunk in chunks:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fasteagle.answering.answer_logits import AnswerRequest
-from fasteagle.answering.stream import opened_thought, without_open_thought
+from fasteagle.answering.stream import without_open_thought
 from fasteagle.errors import FasteagleError, shown
 from fasteagle.llm import LLM
 from fasteagle.options import AnswerOptions, Defaults, GrammarSpec, SamplingParams, fresh_seed
@@ -49,8 +49,8 @@ def of_parameter(param: str | None, code: str | None = None) -> Iterator[None]:
 class Plan:
     """Request that can run: it wants `n` answers to a prompt, or to each of several ones.
 
-    `text` is the rendered conversation, `opened` the thought that it begins, else the answer
-    `may_think` first. Where there is a `form`, which the field `form_field` asks for, the answers
+    `text` is the rendered conversation. Unless that begins a thought, the answer `may_think` first.
+    Where there is a `form`, which the field `form_field` asks for if it is one alone, the answers
     have it only after `Planner.compiled`.
     """
 
@@ -59,7 +59,6 @@ class Plan:
     form: GrammarSpec | None = None
     form_field: str | None = None
     text: str = ""
-    opened: str = ""
     may_think: bool = False
     tools: ToolFormat | None = None
     tool_names: frozenset[str] = frozenset()
@@ -105,7 +104,7 @@ class Planner:
         # Where the template takes one call only, the client could not send more back.
         is_single = tools_form is not None and not takes_several_calls(self._llm.tokenizer)
         most_calls = 1 if body.parallel_tool_calls is False or is_single else None
-        form, may_think = self._chat_form(body, tools_form, tools, most_calls)
+        form, form_field, may_think = self._chat_form(body, tools_form, tools, most_calls)
         if not may_think:
             text = without_open_thought(text)
         answers = self._answers(body, [self._llm.texts.encode(text)], limit, n_top, form)
@@ -114,9 +113,8 @@ class Planner:
             answers,
             len(answers),
             form,
-            _form_field(body, form),
+            form_field,
             text,
-            opened_thought(text),
             may_think and self._llm.tokenizer.knows_thoughts,
             tools_form,
             names,
@@ -126,9 +124,9 @@ class Planner:
     def completion(self, body: CompletionRequest) -> Plan:
         """Return the plan of a text completion."""
         prompts = self.prompts(body.prompt)
-        form = _form(body, self._defaults.form)
+        form, form_field = _form(body, self._defaults.form)
         answers = self._answers(body, prompts, body.max_tokens, body.logprobs, form)
-        return Plan(answers, len(answers) // len(prompts), form, _form_field(body, form))
+        return Plan(answers, len(answers) // len(prompts), form, form_field)
 
     def compiled(self, plan: Plan) -> Plan:
         """Return the plan with its form compiled; takes seconds at most, in any thread."""
@@ -294,8 +292,11 @@ class Planner:
         form: ToolFormat | None,
         tools: list[dict[str, Any]],
         most: int | None,
-    ) -> tuple[GrammarSpec | None, bool]:
-        """Return the form of an answer, and whether it may begin with a thought."""
+    ) -> tuple[GrammarSpec | None, str | None, bool]:
+        """Return the form of an answer, its field, and whether the answer may begin with a thought.
+
+        That of tool calls has a field only where there is no other form beside them.
+        """
         wanted_form = body.response_format
         default = self._defaults.form if wanted_form is None else None
         if wanted_form is not None and wanted_form.type == "json_object":
@@ -305,17 +306,18 @@ class Planner:
                 raise BadParameterError("response_format", "json_schema is missing")
             with of_parameter("response_format"):
                 default = GrammarSpec("json_schema", json.dumps(wanted_form.json_schema.schema_))
-        spec = _form(body, default)
+        spec, field = _form(body, default)
         if form is None:
-            return spec, spec is None
+            return spec, field, spec is None
+        of_calls = None if wanted_form is not None else field or "tools"
         is_json = spec is not None and spec.kind in ("json_schema", "json_object")
         if body.tool_choice in (None, "auto"):
             if spec is not None and is_json:
                 schema = json.loads(spec.text or '{"type": "object"}')
-                return answer_grammar(form, tools, most_calls=most, schema=schema), False
+                return answer_grammar(form, tools, most_calls=most, schema=schema), of_calls, False
             if spec is None and any(tool["function"].get("strict") for tool in tools):
-                return answer_grammar(form, tools, most_calls=most), True
-            return spec, spec is None
+                return answer_grammar(form, tools, most_calls=most), of_calls, True
+            return spec, field, spec is None
         if spec is not None and not is_json:  # JSON is the form of answers that are no call
             raise BadParameterError("tool_choice", "contradicts the form asked for")
         if isinstance(body.tool_choice, ChosenTool):
@@ -326,7 +328,7 @@ class Planner:
                     "tool_choice", f"there is no tool {shown(name)} among tools"
                 )
             most = 1
-        return answer_grammar(form, tools, must_call=True, most_calls=most), False
+        return answer_grammar(form, tools, must_call=True, most_calls=most), of_calls, False
 
 
 def _field(name: str, i: int, several: Sequence[Any]) -> str:
@@ -334,10 +336,10 @@ def _field(name: str, i: int, several: Sequence[Any]) -> str:
     return name if len(several) == 1 else f"{name}.{i}"
 
 
-def _guided(body: Sampled) -> dict[str, tuple[str, Any]]:
-    """Return the kind and text of each form that fields of vLLM ask for, by field."""
+def _form(body: Sampled, default: GrammarSpec | None) -> tuple[GrammarSpec | None, str | None]:
+    """Return the form that a field of vLLM asks for, else `default`, and the field's name."""
     newer = body.structured_outputs or StructuredOutputs(json=None)
-    fields = {
+    fields: dict[str, tuple[str, Any]] = {
         "guided_regex": ("regex", body.guided_regex),
         "guided_json": ("json_schema", body.guided_json),
         "guided_grammar": ("grammar", body.guided_grammar),
@@ -345,27 +347,13 @@ def _guided(body: Sampled) -> dict[str, tuple[str, Any]]:
         "structured_outputs.json": ("json_schema", newer.json_),
         "structured_outputs.grammar": ("grammar", newer.grammar),
     }
-    return {name: form for name, form in fields.items() if form[1] is not None}
-
-
-def _form(body: Sampled, default: GrammarSpec | None) -> GrammarSpec | None:
-    guided = _guided(body)
+    guided = {name: form for name, form in fields.items() if form[1] is not None}
+    response_format = body.response_format if isinstance(body, ChatRequest) else None
     if not guided:
-        return default
+        return default, "response_format" if default and response_format else None
     name, (kind, value) = next(iter(guided.items()))
-    if len(guided) > 1 or (isinstance(body, ChatRequest) and body.response_format):
+    if len(guided) > 1 or response_format:
         raise BadParameterError(name, "contradicts another form asked for")
     with of_parameter(name):
         text = json.dumps(value) if isinstance(value, dict) else value
-        return GrammarSpec(kind, text)
-
-
-def _form_field(body: Sampled, form: GrammarSpec | None) -> str | None:
-    """Return the field of a request that asks for the form of its answer, if it is one alone."""
-    if guided := _guided(body):
-        return next(iter(guided))
-    if form is None or not isinstance(body, ChatRequest):
-        return None
-    if form.kind == "grammar":  # of tool calls, beside which there may be another form
-        return "tools" if body.response_format is None else None
-    return None if body.response_format is None else "response_format"
+        return GrammarSpec(kind, text), name

@@ -33,7 +33,7 @@ class AnswerText:
     """Splitter of an answer into thought, text and tool calls while it comes."""
 
     def __init__(self, plan: Plan) -> None:
-        self._thought = ThoughtSplitter(plan.opened, plan.may_think)
+        self._thought = ThoughtSplitter(plan.text, plan.may_think)
         self._had_thought = False
         self._form, self._names = plan.tools, plan.tool_names
         self._held = ""  # may be the beginning of a call, or is one

@@ -27,7 +27,7 @@ def read(text, step=1000, form=None, is_cut=False, opened="", most_calls=None, m
     request = AnswerRequest([1], SamplingParams(), AnswerOptions(), frozenset())
     names = frozenset({"weather"})
     tools = dict(tools=form, tool_names=names, most_calls=most_calls)
-    plan = Plan([request], opened=opened, may_think=may_think, **tools)
+    plan = Plan([request], text=opened, may_think=may_think, **tools)
     answer = AnswerText(plan)
     pieces = [answer.push(Chunk(text[i : i + step])) for i in range(0, len(text), step)]
     shown = "".join(piece.content for piece in pieces)
