@@ -292,22 +292,16 @@ class LLM:
         params: SamplingParams,
         options: AnswerOptions,
         spec: GrammarSpec | None = None,
-        bias: Mapping[int, float] | None = None,
-        n_top: int | None = None,
-        speculate: bool = True,
-        **penalties: float,
+        **extras: Any,
     ) -> AnswerRequest:
         """Make a request of checked options and compile its grammar; raise `FasteagleError`.
 
-        `penalties` are `presence_penalty` and `frequency_penalty`.
+        `extras` are the other fields of a request, which are checked here.
         """
         mask = None if spec is None else self.grammar(spec)
-        bias = {} if bias is None else bias
-        check_extras(self.engine.model.config.vocab_size, bias, n_top, **penalties)
-        eos_ids = self.tokenizer.eos_ids
-        return AnswerRequest(
-            prompt, params, options, eos_ids, dict(bias), mask, n_top, speculate, **penalties
-        )
+        request = AnswerRequest(prompt, params, options, self.tokenizer.eos_ids, mask, **extras)
+        check_extras(request, self.engine.model.config.vocab_size)
+        return request
 
     def grammar(self, spec: GrammarSpec) -> GrammarMask:
         """Return the compiled grammar of an answer; other threads may call this."""

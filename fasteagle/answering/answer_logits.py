@@ -31,15 +31,15 @@ class TokenLogprob:
 
 @dataclasses.dataclass(frozen=True)
 class AnswerRequest:
-    """Prompt of an answer and its options; `n_top` None means no log-probabilities."""
+    """Prompt of an answer and its options; `top_logprobs` None means no log-probabilities."""
 
     prompt: Sequence[int]
     params: SamplingParams
     answer: AnswerOptions
     eos_ids: frozenset[int]
-    bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
     mask: GrammarMask | None = None
-    n_top: int | None = None
+    logit_bias: Mapping[int, float] | None = None
+    top_logprobs: int | None = None
     speculate: bool = True
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -48,15 +48,15 @@ class AnswerRequest:
 class AnswerLogits:
     """Logits processor of one answer.
 
-    `bias` is added to the logits of these token ids. `presence_penalty` is subtracted for a token
-    that the answer has already, `frequency_penalty` once for each time, as in OpenAI's API. `mask`
-    forbids what a grammar does not allow, and with `n_top` (0 or more) `logprobs` collects the
-    log-probabilities of the answer's tokens by the model's own distribution, before bias, grammar,
-    temperature and penalties.
+    `logit_bias` is added to the logits of these token ids. `presence_penalty` is subtracted for a
+    token that the answer has already, `frequency_penalty` once for each time, as in OpenAI's API.
+    `mask` forbids what a grammar does not allow, and with `top_logprobs` (0 or more) `logprobs`
+    collects the log-probabilities of the answer's tokens by the model's own distribution, before
+    bias, grammar, temperature and penalties.
     """
 
     def __init__(self, request: AnswerRequest) -> None:
-        self._bias, self._mask, self._n_top = request.bias, request.mask, request.n_top
+        self._bias, self._mask, self._n_top = request.logit_bias, request.mask, request.top_logprobs
         self._presence, self._frequency = request.presence_penalty, request.frequency_penalty
         self._counts: Counter[int] = Counter()  # of its tokens, where a penalty needs them
         self._pass: tuple[Tensor, list[int], list[int], list[bool]] | None = None

@@ -8,14 +8,18 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from os import PathLike, fspath
-from typing import Any, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from fasteagle.errors import FasteagleError, shown, suggest
 from fasteagle.option_fields import require
 from fasteagle.options import AnswerOptions, GrammarSpec, SamplingParams, fresh_seed
 
+if TYPE_CHECKING:
+    from fasteagle.answering.answer_logits import AnswerRequest  # needs torch
+
 MOST_PENALTY = 2  # for presence and frequency; OpenAI's range
 MOST_BIAS = 1e30  # the sum with a logit stays finite in fp32 at any temperature
+EXTRAS = ("logit_bias", "top_logprobs", "speculate", "presence_penalty", "frequency_penalty")
 Each = TypeVar("Each")
 
 
@@ -60,9 +64,9 @@ def read_keywords(method: str, keywords: AnswerKeywords, **flags: bool | None) -
         if value is not None or name != "think":  # None: as the template says
             _check_flag(name, value)
     spec = _grammar_spec(left)
-    names = {"logit_bias": "bias", "top_logprobs": "n_top", "speculate": "speculate"}
-    names |= {name: name for name in ("presence_penalty", "frequency_penalty")}
-    more = {ours: left.pop(theirs) for theirs, ours in names.items() if theirs in left}
+    extras = {name: left.pop(name) for name in EXTRAS if name in left}
+    if isinstance(extras.get("logit_bias"), Mapping):
+        extras["logit_bias"] = dict(extras["logit_bias"])  # the caller may change it meanwhile
     ends = {name: left.pop(name) for name in ("max_new_tokens", "stop") if name in left}
     if isinstance(ends.get("stop"), str):
         ends["stop"] = (ends["stop"],)
@@ -70,7 +74,7 @@ def read_keywords(method: str, keywords: AnswerKeywords, **flags: bool | None) -
     params = SamplingParams(**left, seed=0 if seed is None else seed)
     if seed is None and not params.greedy:
         params = dataclasses.replace(params, seed=fresh_seed())
-    return {"params": params, "options": AnswerOptions(**ends), "spec": spec, **more}
+    return {"params": params, "options": AnswerOptions(**ends), "spec": spec, **extras}
 
 
 def check_loading(
@@ -91,10 +95,9 @@ def _check_flag(name: str, value: object) -> None:
     require(isinstance(value, bool), f"{name} {shown(value)} is neither True nor False")
 
 
-def check_extras(
-    vocab_size: int, bias: Mapping[int, float], n_top: int | None, **penalties: float
-) -> None:
+def check_extras(request: AnswerRequest, vocab_size: int) -> None:
     """Raise `FasteagleError` for a bias, a number of tokens or penalties that cannot be."""
+    bias = {} if request.logit_bias is None else request.logit_bias
     require(isinstance(bias, Mapping), f"logit_bias {shown(bias)} is no dictionary")
     for token, amount in bias.items():
         require(_is_number(token, Integral), f"logit_bias: {shown(token)} is no token id")
@@ -111,11 +114,12 @@ def check_extras(
         )
     is_left = len(bias) < vocab_size or any(amount != -math.inf for amount in bias.values())
     require(is_left, "logit_bias forbids every token: leave one out")
-    if n_top is not None:
+    if (n_top := request.top_logprobs) is not None:
         require(_is_number(n_top, Integral), f"top_logprobs {shown(n_top)} is not a whole number")
         limits = f"use 0 .. {vocab_size}"
         require(0 <= n_top <= vocab_size, f"top_logprobs {shown(n_top)} is out of range: {limits}")
-    for name, value in penalties.items():
+    for name in ("presence_penalty", "frequency_penalty"):
+        value = getattr(request, name)
         require(
             _is_number(value, Real) and -MOST_PENALTY <= value <= MOST_PENALTY,
             f"{name} {shown(value)} is out of range: use -{MOST_PENALTY} .. {MOST_PENALTY}",

@@ -280,7 +280,7 @@ class ChatReply(Reply):
         ]
 
     def _logprobs(self, entries: Iterable[TokenLogprob]) -> Json | None:
-        if self.request.n_top is None:
+        if self.request.top_logprobs is None:
             return None
         return {
             "content": [
@@ -321,7 +321,7 @@ class TextReply(Reply):
         yield self.envelope(self.kind, [self.choice(self.finish, None, text="")])
 
     def _logprobs(self, entries: Iterable[TokenLogprob]) -> Json | None:
-        if self.request.n_top is None:
+        if self.request.top_logprobs is None:
             return None
         columns: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for entry in entries:

@@ -120,7 +120,7 @@ def test_every_drafter_gives_the_tokens_of_plain_decoding_under_penalties(
     while len(ids) < len(expected):
         counts = Counter(ids)
         bias = {token: -(presence + frequency * n) for token, n in counts.items()}
-        ids += answered(engine, tokenizer, params, 1, ids, bias=bias)[0]
+        ids += answered(engine, tokenizer, params, 1, ids, logit_bias=bias)[0]
     assert ids == expected
     for name, drafter in drafters(model, number).items():
         engine = Engine(model, 512, drafter=drafter)
@@ -317,7 +317,7 @@ def test_logprobs_are_those_before_the_grammar(compiler):
     cpu_build.load()
     logits = torch.randn(1, TINY_VOCAB)
     before = logits.clone()
-    processor = processor_of(mask=compiler.start(SPECS[0]), n_top=0)
+    processor = processor_of(mask=compiler.start(SPECS[0]), top_logprobs=0)
     tree = DraftTree(torch.zeros(1).long(), torch.zeros(1).long(), torch.ones(1).bool())
     masked = processor(logits, tree)
     token = int(masked.argmax())
@@ -329,7 +329,7 @@ def test_logprobs_are_those_before_the_grammar(compiler):
 
 def test_log_probabilities_are_those_of_the_accepted_rows():
     """Padding is token 0 below the root, as a token of the text may be."""
-    processor, logits = processor_of(n_top=0), torch.randn(4, 12)
+    processor, logits = processor_of(top_logprobs=0), torch.randn(4, 12)
     tokens, parents = torch.tensor([4, 0, 0, 5]), torch.tensor([0, 0, 0, 2])
     processor(logits, DraftTree(tokens, parents, torch.tensor([True, False, True, True])))
     processor.accept([0, 5, 8])
@@ -357,7 +357,7 @@ def test_bias_of_forbidden_tokens_opens_nothing(model, tokenizer, compiler):
     z = tokenizer.encode("z")[0]
     usual = tokenizer.encode("abc"), SamplingParams(), AnswerOptions(12), tokenizer.eos_ids
     mask = compiler.start(GrammarSpec("regex", "[ab]{6}"))
-    request = AnswerRequest(*usual, bias={z: 1000.0}, mask=mask, n_top=1)
+    request = AnswerRequest(*usual, logit_bias={z: 1000.0}, mask=mask, top_logprobs=1)
     chunks = list(answer(Engine(model, 512, drafter=NgramDrafter()), tokenizer, request))
     assert re.fullmatch("[ab]{6}", "".join(c.text for c in chunks))
     assert sum(len(c.logprobs) for c in chunks) == sum(len(c.tokens) for c in chunks)

@@ -278,7 +278,7 @@ def test_logprobs_of_parts_of_characters_have_names_of_their_own(client, name, l
 
 
 def test_tokens_of_equal_texts_are_all_among_the_likeliest():
-    request = AnswerRequest([1], SamplingParams(), AnswerOptions(), frozenset(), n_top=0)
+    request = AnswerRequest([1], SamplingParams(), AnswerOptions(), frozenset(), top_logprobs=0)
     same = SimpleNamespace(piece=lambda token: "a")
     reply = TextReply({}, 0, same, None, Plan([request]))
     assert reply._by_name([(7, -0.1), (8, -0.2)]) == {"a": -0.1, "token_id:8": -0.2}
@@ -290,7 +290,7 @@ def test_offsets_count_the_characters_of_the_text(live):
     known = {tokenizer.token_bytes(token): token for token in range(256)}
     tokens = [known[bytes([byte])] for byte in b"\x80h\x80" + "⦺P".encode()]
     tokens = [*tokens, max(tokenizer.eos_ids), known[b"E"], *[known[b"\x80"]] * 2]
-    request = AnswerRequest([1], SamplingParams(), AnswerOptions(), frozenset(), n_top=0)
+    request = AnswerRequest([1], SamplingParams(), AnswerOptions(), frozenset(), top_logprobs=0)
     reply = TextReply({}, 0, tokenizer, None, Plan([request]))
     entries = tuple(TokenLogprob(token, -1.0) for token in tokens)
     offsets = []

@@ -90,12 +90,12 @@ def test_seeds_of_several_answers_go_round(plan):
 def test_the_largest_values_are_let_in(plan):
     bias = {"5": 100, "6": -100}
     wanted = plan(stop=["a" * 1000, *"bcdefghijklmnop"], logit_bias=bias).answers[0]
-    assert len(wanted.answer.stop) == 16 and wanted.bias == {5: 100, 6: -100}
+    assert len(wanted.answer.stop) == 16 and wanted.logit_bias == {5: 100, 6: -100}
 
 
 @pytest.mark.parametrize("logprobs", [False, None])
 def test_no_alternatives_of_no_logprobs_are_none(plan, logprobs):
-    assert plan(logprobs=logprobs, top_logprobs=0).answers[0].n_top is None
+    assert plan(logprobs=logprobs, top_logprobs=0).answers[0].top_logprobs is None
 
 
 def test_a_context_that_is_full_cuts_the_answer(live):
