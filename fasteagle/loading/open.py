@@ -172,9 +172,7 @@ class OpenedModel:
             scheme, quant = parse_scheme(quant, checkpoint.config, options.head_bits), None
         checkpoint = with_scheme(checkpoint, quant, options.head_bits, notify, device)
         scheme = scheme or checkpoint.scheme
-        return PreparedModel(
-            self.name, checkpoint, self.tokenizer, options, scheme, device, dtype_name
-        )
+        return PreparedModel(self.name, checkpoint, options, scheme, device, dtype_name)
 
     def loaded(
         self,
@@ -192,7 +190,7 @@ class OpenedModel:
         engine = prepared.engine(head, notify)
         seconds = self.seconds + time.perf_counter() - start
         notify(f"{prepared}, loaded in {seconds:.1f} s; {engine.backend.describe()}")
-        return Runtime(prepared.name, prepared.checkpoint, prepared.tokenizer, engine)
+        return Runtime(self.name, prepared.checkpoint, self.tokenizer, engine)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +199,6 @@ class PreparedModel:
 
     name: str
     checkpoint: Checkpoint
-    tokenizer: ChatTokenizer
     options: RuntimeOptions
     scheme: Scheme | None  # in which the linears run; None: dense
     device: torch.device

@@ -84,7 +84,7 @@ def calibrate_head(model: str, runtime: RuntimeOptions, options: CalibrateOption
     require_writable(folder / "state.json")
     with only_writer(folder):
         work = Work(folder, _key(identity, scheme, head, options), options.resume, begun)
-        target = Runtime(prepared.name, prepared.checkpoint, prepared.tokenizer, prepared.engine())
+        target = Runtime(opened.name, prepared.checkpoint, opened.tokenizer, prepared.engine())
         conversations = _text(target, options, work)
         unless_short(
             lambda: _calibrate(target, head, conversations, options, work, out),

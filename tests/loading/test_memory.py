@@ -196,8 +196,8 @@ SHORT = OUT_OF_MEMORY[3]  # which no `except` names
 
 def on_card(opened):
     """`opened` as it would load on a GPU, which need not be there."""
-    parts = opened.name, opened.checkpoint, opened.tokenizer, RuntimeOptions()
-    return PreparedModel(*parts, opened.checkpoint.scheme, torch.device("cuda"), "bf16")
+    parts = opened.name, opened.checkpoint, RuntimeOptions(), opened.checkpoint.scheme
+    return PreparedModel(*parts, torch.device("cuda"), "bf16")
 
 
 def test_which_errors_mean_that_memory_is_short():
