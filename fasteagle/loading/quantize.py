@@ -123,7 +123,7 @@ def write_folder(
     if place.type != "cpu":
         fix = f"quantize on the CPU: fasteagle quantize --precision {scheme.name} --device cpu"
     unless_short(
-        lambda: save(folder, checkpoint, scheme, checkpoint.fingerprint, weights),
+        lambda: save(folder, checkpoint, scheme, weights),
         lambda: short_of_memory(f"quantizing to {scheme.name}", place, lambda free: fix),
     )
 

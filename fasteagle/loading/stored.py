@@ -38,10 +38,9 @@ def save(
     folder: Path,
     checkpoint: Checkpoint,
     scheme: Scheme,
-    identity: str,
     weights: Iterable[tuple[str, PackedWeight | Tensor]],
 ) -> None:
-    """Write `weights`, one by one, into `folder`; `identity` is the source's fingerprint."""
+    """Write the `weights` of a quantized `checkpoint`, one by one, into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     shard: dict[str, Tensor] = {}
     where: dict[str, str] = {}
@@ -73,7 +72,7 @@ def save(
         "quant_method": METHOD,
         "format": FORMAT,
         "scheme": dataclasses.asdict(scheme),
-        "source_fingerprint": identity,
+        "source_fingerprint": checkpoint.fingerprint,
         "packed": packed,
     }
     config = {

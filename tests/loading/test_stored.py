@@ -19,7 +19,7 @@ from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading import make_drafter as drafters
-from fasteagle.loading import quantize, source
+from fasteagle.loading import quantize, source, stored
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.heads.write import save_head
 from fasteagle.loading.open import open_model
@@ -81,10 +81,21 @@ def test_written_folders_load_back_bit_equal(folder, tmp_path, quant):
 
 def test_every_field_of_a_config_is_read_back(tmp_path):
     """A field that is not would change the model without an error, where it has no tensor."""
-    config = filled_config()
-    checkpoint = SimpleNamespace(config=config)
-    save(tmp_path, checkpoint, Scheme(8), "", [("model.norm.weight", torch.ones(32))])
-    assert StoredFolder(tmp_path).config == config
+    checkpoint = SimpleNamespace(config=filled_config(), fingerprint="of these weights")
+    save(tmp_path, checkpoint, Scheme(8), [("model.norm.weight", torch.ones(32))])
+    folder = StoredFolder(tmp_path)
+    assert (folder.config, folder.source_fingerprint) == tuple(vars(checkpoint).values())
+
+
+def test_a_full_shard_is_written_and_a_new_one_begun(tmp_path, monkeypatch):
+    monkeypatch.setattr(stored, "SHARD_BYTES", 2 * 32 * 4)  # two norms in fp32
+    norms = [(f"norm{i}", torch.ones(32)) for i in range(5)]
+    save(tmp_path, DummyCheckpoint(filled_config()), Scheme(8), norms)
+    places = json.loads((tmp_path / stored.INDEX).read_text())["weight_map"]
+    names = [f"model-0000{n}.safetensors" for n in (1, 1, 2, 2, 3)]
+    assert [places[f"norm{i}"] for i in range(5)] == names
+    folder = StoredFolder(tmp_path)
+    assert len(folder.files) == 3 and len(folder.names()) == 5
 
 
 @pytest.mark.parametrize("change", ["config", "weight", "nothing"])
@@ -161,11 +172,14 @@ DAMAGE = [
     (shortened(CONFIG, 0), "cannot be read as JSON"),
     (lambda folder: (folder / "model.safetensors.index.json").unlink(), "file is missing: fetch"),
     (lose_all, "config.json"),
-    (said("quantization_config", format=99), "quantized format 99, this fasteagle reads"),
+    (said("quantization_config", format=2), "quantized format 2, this fasteagle reads 1"),
+    (said("quantization_config", format=0), "format is 0: must be an integer"),
     (said("quantization_config", scheme={}), "bits is missing"),
     (said("quantization_config", packed={PART[:-1]: {"bits": 4, "group_size": 64}}), "not fit"),
     (packs_a_vector, "does not fit its header"),
     (said("model", rope_freq_factors=[1.0, 2.0]), "rope_freq_factors is .* must be 8 numbers"),
+    # Of an older folder, whose weights of experts would be read as not normed.
+    (said("model", moe={"n_expert": 4, "score": "softmax"}), "moe.score is .*: must be absent: qu"),
     (put("q", lambda q: None), "names tensors that are not there: .*: quantize the"),
     (put("q", lambda q: q.to(torch.int16)), "q is torch.int16"),
     (put("scales", lambda scales: scales.to(torch.int32)), "scales is torch.int32"),
