@@ -116,7 +116,7 @@ class OpenedModel:
         """Raise `FasteagleError` for options that this model cannot have; reads no weights."""
         config = self.checkpoint.config
         options.seq_len_for(config.max_seq_len, self.name)
-        quant = self._quant(options)
+        quant = self.quant_of(options)
         if quant is not None:
             scheme_for(self.checkpoint, quant, options.head_bits)
         elif options.lm_head != "int8" and self.checkpoint.scheme is None:
@@ -132,24 +132,18 @@ class OpenedModel:
                 "generation_config.json or the tokens added in tokenizer.json"
             )
 
-    @property
-    def own_quant(self) -> str | None:
-        """Option for the scheme in which the files hold the weights, None where there is none."""
-        own = self.checkpoint.own_scheme
-        return None if own is None else f"int{own.bits}"
-
-    def _quant(self, options: RuntimeOptions) -> str | None:
+    def quant_of(self, options: RuntimeOptions) -> str | None:
         """Return the scheme that `options` name, else that of the files unless a dtype is named."""
-        if options.quant is None and options.dtype == "auto":
-            return self.own_quant
-        return options.quant
+        own = self.checkpoint.own_scheme
+        is_named = options.quant is not None or options.dtype != "auto"
+        return options.quant if is_named or own is None else f"int{own.bits}"
 
     def quantized_on_cpu(self, options: RuntimeOptions) -> bool:
         """Return whether `options` run the model quantized by us on a CPU.
 
         Such a model has a default tree of its own.
         """
-        ours = options.backend == "fasteagle" and self._quant(options) is not None
+        ours = options.backend == "fasteagle" and self.quant_of(options) is not None
         on_cpu = pick_device(options.device).type == "cpu"
         return on_cpu and (ours or self.checkpoint.scheme is not None)
 
@@ -161,7 +155,7 @@ class OpenedModel:
         Where they name neither a scheme nor a dtype, files that hold 4 or 8 bits run in these.
         Raises `FasteagleError` for schemes that do not fit the model or contradict its own.
         """
-        checkpoint, quant = self.checkpoint, self._quant(options)
+        checkpoint, quant = self.checkpoint, self.quant_of(options)
         device = pick_device(options.device)
         quantized = quant is not None or checkpoint.scheme is not None
         dtype_name = pick_dtype(options.dtype, device, quantized)

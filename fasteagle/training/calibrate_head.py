@@ -63,7 +63,7 @@ def calibrate_head(model: str, runtime: RuntimeOptions, options: CalibrateOption
             "weights: give --int4, --int8 or a scheme"
         )
     opened = open_model(model, runtime)
-    runtime = dataclasses.replace(runtime, quant=runtime.quant or opened.own_quant or "int4")
+    runtime = dataclasses.replace(runtime, quant=opened.quant_of(runtime) or "int4")
     _check_early(opened, runtime, options)
     head = None
     if options.head is not None:

@@ -251,7 +251,7 @@ def test_by_default_for_the_weights_that_chat_runs(text, tmp_path, monkeypatch, 
     monkeypatch.setattr(calibrate_head, "_text", raising(FasteagleError("seen")))
     folder, head = written(tmp_path)
     for own, scheme, time in ((None, "int4-g64-hqq", "2 minutes"), ("int8", "int8", "1 minute")):
-        monkeypatch.setattr(OpenedModel, "own_quant", own)
+        monkeypatch.setattr(OpenedModel, "quant_of", lambda _, o, own=own: o.quant or own)
         done = invoke("calibrate-head", "--model", folder, "--head", head, "--minutes", time[0])
         assert f"at {scheme}: about {time}\n" in done.stderr, done.stderr
 
