@@ -184,7 +184,8 @@ def test_cuda_where_there_is_none(tiny_dir, monkeypatch):
         (OSError(errno.EDQUOT, "Disk quota exceeded"), ["disk full: free some space"]),
         (OSError(errno.EFBIG, "File too large"), ["limit of sizes here: raise it (ulimit -f)"]),
         (OSError(errno.EACCES, "Permission denied", "/x/y"), ["/x/y: Permission denied"]),
-        (MemoryError(), ["out of memory"]),
+        (MemoryError(), ["out of memory: lower --max-seq-len"]),
+        (RuntimeError("CUDA driver error: out of memory"), ["out of memory: lower --max-seq-len"]),
         (FasteagleError("as it was said"), ["as it was said"]),
     ],
 )
@@ -194,10 +195,11 @@ def test_errors_from_below_become_one_line(tiny_dir, monkeypatch, error, parts):
     assert_one_line(invoke("chat", "--model", tiny_dir, "-p", "x"), *parts)
 
 
-def test_our_own_mistakes_keep_their_traceback(tiny_dir, monkeypatch):
-    monkeypatch.setattr("fasteagle.loading.open.open_checkpoint", raising(AssertionError("a bug")))
+@pytest.mark.parametrize("kind", [AssertionError, RuntimeError])
+def test_our_own_mistakes_keep_their_traceback(tiny_dir, monkeypatch, kind):
+    monkeypatch.setattr("fasteagle.loading.open.open_checkpoint", raising(kind("a bug")))
     result = invoke("chat", "--model", tiny_dir, "-p", "x")
-    assert isinstance(result.exception, AssertionError)
+    assert isinstance(result.exception, kind)
 
 
 def test_other_systems_are_told_so_in_one_line(monkeypatch):

@@ -236,12 +236,6 @@ def test_a_thought_is_kept_and_switched_with_its_conversation(typed, tmp_path, m
     assert "think = off" in typed("/show")
 
 
-def test_too_long_a_question_leaves_the_conversation_as_it_was(typed):
-    typed("hello")
-    assert "shorten it" in typed("x" * 600)
-    assert "prefill" in typed("short again") and len(typed.chat.session.turns) == 4
-
-
 def test_an_answer_that_is_stopped_before_its_first_token(typed, capsys):
     def stopped(came):
         try:

@@ -31,7 +31,7 @@ from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
 from fasteagle.paths import cache_dir
 from fasteagle.quant.scheme import BF16, INT8, Scheme, int4_for
 from fasteagle.shapes import TreeShape
-from helpers import generated, invoke, raising, random_head, tiny_config
+from helpers import generated, raising, random_head, tiny_config
 
 LLAMA = REGISTRY["llama2-7b"].config
 GIB = 2**30
@@ -326,19 +326,6 @@ def test_out_of_memory_in_an_answer_leaves_the_engine_usable(tiny_dir, monkeypat
             next(begun)
     assert engine.cached == [] and heads == [engine.drafter.head.config]
     assert generated(engine, 8, [5, 6, 7]) == expected
-
-
-def test_out_of_memory_anywhere_else_is_one_line(monkeypatch):
-    monkeypatch.setattr("fasteagle.cli.models.print_memory", raising(SHORT))
-    result = invoke("models", "--memory")
-    assert result.exit_code == 2 and result.stderr.count("\n") == 1
-    assert "out of memory: lower --max-seq-len" in result.stderr
-
-
-@pytest.mark.parametrize("error", [OTHERS[0], RuntimeError("a bug")], ids=["CUDA's", "ours"])
-def test_other_errors_of_a_runtime_keep_their_traceback(monkeypatch, error):
-    monkeypatch.setattr("fasteagle.cli.models.print_memory", raising(error))
-    assert isinstance(invoke("models", "--memory").exception, RuntimeError)
 
 
 def test_each_sequence_has_caches_of_its_own():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 
 import pytest
@@ -76,11 +75,3 @@ def test_a_compiler_that_hangs_does_not_hold_the_answer(tiny_dir, monkeypatch, t
     begun, said = lines
     assert begun.startswith("compiling the CPU kernels")
     assert said.endswith("torch's own CPU kernels are used: the compiler took more than 1 s")
-
-
-def test_an_end_mark_beyond_the_vocabulary_is_refused(tiny_dir, tmp_path):
-    """No answer would end by itself."""
-    folder = shutil.copytree(tiny_dir, tmp_path / "model")
-    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 260]}')
-    with pytest.raises(FasteagleError, match="eos_token_id 260 is beyond the vocabulary of 260"):
-        open_model(str(folder)).check(RuntimeOptions())

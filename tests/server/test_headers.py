@@ -36,9 +36,11 @@ def test_a_stream_is_one_of_events(live):
 
 def test_the_page_is_what_it_says_and_in_no_frame(live):
     headers = httpx.get(live.url).headers
+    assert headers["content-type"].startswith("text/html")
     assert headers["x-content-type-options"] == "nosniff"
     assert headers["referrer-policy"] == "no-referrer" and headers["cache-control"] == "no-cache"
-    assert "frame-ancestors 'none'" in headers["content-security-policy"]
+    policy = headers["content-security-policy"]
+    assert "frame-ancestors 'none'" in policy and "default-src 'none'" in policy
 
 
 def test_refusals_tell_what_would_be_let_in(live, loaded):

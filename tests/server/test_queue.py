@@ -66,12 +66,6 @@ def test_requests_that_are_planned_have_places(live, monkeypatch):
     assert queue.n_waiting == 0 and httpx.post(live.url + CHAT, json=SHORT).status_code == 200
 
 
-def test_the_pace_of_answers_is_that_of_the_last_ones(live, monkeypatch):
-    monkeypatch.setattr(live.server.queue, "_mean_seconds", 100.0)
-    assert httpx.post(live.url + CHAT, json=SHORT).status_code == 200
-    assert live.server.queue._mean_seconds == pytest.approx(80, abs=1)
-
-
 def test_the_thread_that_answers_may_run_many_variants_of_compiled_code(live, monkeypatch):
     """torch keeps this limit for each thread."""
     step, limits = Answers.step, []
