@@ -47,10 +47,9 @@ def run_inspect_head(
         opened.check(runtime_options)
         weights = opened if runtime_options.quant is None else opened.prepared(runtime_options)
         target = HeadTarget(opened.name, weights.checkpoint)
-    report = inspect_head(files, target, aux_layers)
-    for line in report.lines():
-        click.echo(line)
-    if report.problem is not None:
+    lines, problem = inspect_head(files, target, aux_layers)
+    click.echo("\n".join(lines))
+    if problem is not None:
         click.get_current_context().exit(2)
     if probe and opened is not None:
         _print_probes(files, opened.loaded(runtime_options), aux_layers)

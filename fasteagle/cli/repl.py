@@ -96,7 +96,7 @@ class Repl:
         """Act on one line and return True to leave; print mistakes and keep the conversation."""
         try:
             if line.startswith("/") and "\n" not in line:
-                return self._command(*_split(line.strip()))
+                return self._command(line.strip())
             self._print(self.session.ask(line))
         except FasteagleError as error:
             note(f"Error: {error}")
@@ -121,7 +121,8 @@ class Repl:
         if not self.quiet and self.session.stats.new_tokens:
             note(format_stats(self.session.stats))
 
-    def _command(self, name: str, argument: str) -> bool:
+    def _command(self, line: str) -> bool:
+        name, _, argument = line.partition(" ")
         name = ALIASES.get(name, name)
         actions: dict[str, Callable[[str], None]] = {
             "/help": lambda _: print(HELP),
@@ -141,7 +142,7 @@ class Repl:
         if name not in actions:
             similar = suggest(name, [*actions, "/exit", *ALIASES])
             raise FasteagleError(f"no command {name!r}{similar or ':'} /help lists them")
-        actions[name](argument)
+        actions[name](argument.strip())
         return False
 
     def _stats(self, _: str) -> None:
@@ -286,11 +287,6 @@ def _object(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{name} is no JSON object: {shown(value)}")
     return value
-
-
-def _split(line: str) -> tuple[str, str]:
-    name, _, argument = line.partition(" ")
-    return name, argument.strip()
 
 
 def _file_argument(name: str, command: str) -> Path:

@@ -5,7 +5,6 @@ Reads the draft head's own files, and of a model only its shape and the first va
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator
 
@@ -27,28 +26,13 @@ PROBE_SHAPE = TreeShape(depth=4, topk=1, nodes=4)
 PROBE_PROMPTS, PROBE_TOKENS = 4, 64
 
 
-@dataclasses.dataclass(frozen=True)
-class HeadReport:
-    """Verdict on a draft head, named facts, and its problem (None where there is none)."""
-
-    verdict: str
-    facts: dict[str, str]
-    problem: str | None
-
-    def lines(self) -> Iterator[str]:
-        """Yield the verdict and the facts, aligned."""
-        yield self.verdict
-        width = max(len(name) for name in self.facts)
-        for name, fact in self.facts.items():
-            yield f"  {name:{width}}  {fact}"
-
-
 def inspect_head(
     files: HeadFiles, model: HeadTarget | None, aux_layers: tuple[int, ...] | None = None
-) -> HeadReport:
+) -> tuple[list[str], str | None]:
     """Describe a draft head by its files, and whether it fits `model`, with the weights it runs.
 
-    Raises `FasteagleError` for draft models that are not EAGLE heads and for damaged files.
+    Returns the lines of the report, and the problem (None where there is none). Raises
+    `FasteagleError` for draft models that are not EAGLE heads and for damaged files.
     """
     source, problem = open_head(files.path), None
     try:
@@ -69,8 +53,9 @@ def inspect_head(
             fact = "made for other weights: it runs, but fewer guesses may be accepted"
         facts["calibration"] = fact
     verdict = f" that does not run: {problem}" if problem else f", {fit}"
-    name = f"{source.algorithm} head ({source.dialect})"
-    return HeadReport(name + verdict, facts, problem)
+    width = max(map(len, facts))
+    lines = [f"{source.algorithm} head ({source.dialect}){verdict}"]
+    return lines + [f"  {name:{width}}  {fact}" for name, fact in facts.items()], problem
 
 
 def _facts(source: HeadSource, aux_layers: tuple[int, ...] | None) -> dict[str, str]:
