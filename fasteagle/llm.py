@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from os import PathLike
@@ -39,6 +40,7 @@ from fasteagle.options import (
     DEFAULT_MODEL,
     MOST_AT_ONCE,
     AnswerOptions,
+    Defaults,
     DraftOptions,
     GrammarSpec,
     RuntimeOptions,
@@ -47,6 +49,8 @@ from fasteagle.options import (
 )
 from fasteagle.quant.scheme import check_precision
 
+ALONE = ServeOptions(prefix_cache=0.0, parallel=MOST_AT_ONCE)  # without a server
+
 
 class LLM:
     """Loaded model, which answers; the next call reuses the KV cache of an earlier one.
@@ -54,9 +58,9 @@ class LLM:
     `texts` are the last conversations as they were generated, `prefix_cache` keeps their keys and
     values, `preparation` compiles and measures in the background.
 
-    Up to `parallel` `answers` can be under way, in streams that are read in any order and by any
-    threads. One more raises `FasteagleError` at once. It does not wait, because an abandoned stream
-    would make it wait for ever; the server has a queue for that.
+    Up to `options.parallel` `answers` can be under way, in streams that are read in any order and
+    by any threads. One more raises `FasteagleError` at once. It does not wait, because an abandoned
+    stream would make it wait for ever; the server has a queue for that.
     """
 
     def __init__(
@@ -64,19 +68,17 @@ class LLM:
         name: str,
         engine: Engine,
         tokenizer: ChatTokenizer,
-        prefix_cache_gb: float = 0.0,
-        prefix_cache_on: str = "host",
+        options: ServeOptions = ALONE,
         grammars: GrammarCompiler | None = None,
-        parallel: int = MOST_AT_ONCE,
     ) -> None:
         self.name, self.engine, self.tokenizer = name, engine, tokenizer
         self.preparation: Preparation | None = None
-        place = engine.device if prefix_cache_on == "device" else "cpu"
-        self.prefix_cache = PrefixCache(int(prefix_cache_gb * 2**30), place)
+        place = engine.device if options.prefix_cache_on == "device" else "cpu"
+        self.prefix_cache = PrefixCache(int(options.prefix_cache * 2**30), place)
         self.texts = KnownTexts(tokenizer)
         self._grammars = grammars or GrammarCompiler(tokenizer, engine.model.config.vocab_size)
         self.answers = Answers(
-            engine, tokenizer, parallel, self.prefix_cache, self.texts, self._answering
+            engine, tokenizer, options.parallel, self.prefix_cache, self.texts, self._answering
         )
         self._closed = False
 
@@ -346,7 +348,8 @@ def load(
     if head is not None and not draft.may_have_head:
         raise FasteagleError(f"head has no meaning with drafter {shown(drafter)}: drop one")
     name = checked_name("model", model)
-    llm = open_llm(name, runtime.at(precision), draft, notify, prefix_cache_gb)
+    options = dataclasses.replace(ALONE, prefix_cache=prefix_cache_gb)
+    llm = open_llm(name, runtime.at(precision), draft, notify, options=options)
     if compile and compile_now(llm.engine):
         tune_now(llm.engine, notify, compiled=True)
     return llm
@@ -357,24 +360,24 @@ def open_llm(
     runtime_options: RuntimeOptions,
     draft: DraftOptions,
     notify: Callable[[str], None],
-    prefix_cache_gb: float = 0.0,
-    prefix_cache_on: str = "host",
-    think: bool | None = None,
-    form: GrammarSpec | None = None,
-    parallel: int = MOST_AT_ONCE,
+    defaults: Defaults | None = None,
+    options: ServeOptions = ALONE,
 ) -> LLM:
-    """Load the model with its drafter; refuse what cannot run before weights are read."""
-    ServeOptions(prefix_cache=prefix_cache_gb)  # checks it
+    """Load the model with its drafter; refuse what cannot run before weights are read.
+
+    So are `defaults` for answers that it cannot give.
+    """
+    defaults = defaults or Defaults()
     opened = open_model(model, runtime_options, notify)
     opened.check(runtime_options)
     opened.tokenizer.try_templates()
-    if think is not None:
-        opened.tokenizer.check_think(think)
+    if defaults.think is not None:
+        opened.tokenizer.check_think(defaults.think)
     if not opened.tokenizer.template:
         notify("no chat template in the model's files: messages are joined as they are")
     grammars = GrammarCompiler(opened.tokenizer, opened.checkpoint.config.vocab_size)
-    if form is not None:
-        grammars.start(form)  # refuses what has no text in this vocabulary
+    if defaults.form is not None:
+        grammars.start(defaults.form)  # refuses what has no text in this vocabulary
     drafting = plan_drafting(draft, opened, runtime_options, notify)
     runtime = opened.loaded(runtime_options, notify, drafting.shape)
     engine = runtime.engine
@@ -383,12 +386,4 @@ def open_llm(
     begin_policy(engine)
     if model == DEFAULT_MODEL:
         notify(f"{model} is a small model for trying out, and often wrong: see `fasteagle models`")
-    return LLM(
-        runtime.name,
-        engine,
-        runtime.tokenizer,
-        prefix_cache_gb,
-        prefix_cache_on,
-        grammars,
-        parallel,
-    )
+    return LLM(runtime.name, engine, runtime.tokenizer, options, grammars)

@@ -98,8 +98,12 @@ class Defaults:
     answer: AnswerOptions = dataclasses.field(default_factory=AnswerOptions)
     seed_is_fixed: bool = False  # else it was drawn, and every answer of a server draws one
     form: GrammarSpec | None = None
-    system: str | None = None
-    think: bool | None = None
+    system: str | None = option(None, "System prompt.  [default: the model's own]", kind="text")
+    think: bool | None = option(
+        None,
+        "Think before answering, or not (Qwen3).  [default: as the model's template does]",
+        flag="--think/--no-think",
+    )
 
 
 KV = ("auto", "int8")

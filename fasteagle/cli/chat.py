@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 
 from fasteagle.cli.command import leave, silent, uncollected
@@ -26,7 +25,7 @@ def run_chat(
     question = _question(options.prompt)
     say = silent if options.quiet else note
     with uncollected():
-        llm = open_llm(model, runtime_options, draft, say, think=options.think, form=defaults.form)
+        llm = open_llm(model, runtime_options, draft, say, defaults)
     if not defaults.seed_is_fixed and not defaults.params.greedy:
         say(f"seed {defaults.params.seed}")
     is_conversation = question is None
@@ -35,8 +34,7 @@ def run_chat(
         preparation = llm.prepare(defaults.params, quiet=options.quiet, tune=is_conversation)
         if options.compile_blocks:
             preparation.wait_for_compiler(say)
-    settings = dataclasses.replace(defaults, system=options.system, think=options.think)
-    session = ChatSession(llm, settings, note if is_conversation else say)
+    session = ChatSession(llm, defaults, note if is_conversation else say)
     on_terminal = sys.stdout.isatty()
     style = Style(on_terminal, options.show_accepted, dims_thoughts=on_terminal and is_conversation)
     if question is None:

@@ -292,7 +292,8 @@ def _take_answers(values: Values) -> Values:
     if not seed_is_fixed:
         values["seed"] = fresh_seed()
     params, answer = taken(SamplingParams, values), taken(AnswerOptions, values)
-    return {"defaults": Defaults(params, answer, seed_is_fixed, form)}
+    made = {"params": params, "answer": answer, "seed_is_fixed": seed_is_fixed, "form": form}
+    return {"defaults": taken(Defaults, values, **made)}
 
 
 def _taken_form(values: Values) -> GrammarSpec | None:
@@ -308,12 +309,13 @@ def _taken_form(values: Values) -> GrammarSpec | None:
     return next((GrammarSpec(kind, text) for kind, text in texts.items()), None)
 
 
-FORMS = (
+REST: tuple[Option, ...] = (
     click.option(
         "--json-schema", type=FILE, help="Answer in JSON that fits the schema in this file."
     ),
     click.option("--regex", type=Text(), help="Regular expression of the whole answer."),
     click.option("--grammar", type=FILE, help="Answer in this file's Lark grammar."),
+    *options_of(Defaults, without=("params", "answer", "seed_is_fixed", "form")),
 )
 LONGEST, STOP = options_of(AnswerOptions)
 # Clients of a server send a limit where they want one: agents write long files without.
@@ -323,20 +325,14 @@ LONGEST_SERVED = click.option(
     show_default="to the end of the context",
     help="Longest answer where a request names no limit, in tokens.",
 )
-ANSWERS = Group((*options_of(SamplingParams), LONGEST, STOP, *FORMS), _take_answers)
-SERVED_ANSWERS = Group((*options_of(SamplingParams), LONGEST_SERVED, STOP, *FORMS), _take_answers)
+ANSWERS = Group((*options_of(SamplingParams), LONGEST, STOP, *REST), _take_answers)
+SERVED_ANSWERS = Group((*options_of(SamplingParams), LONGEST_SERVED, STOP, *REST), _take_answers)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TalkOptions:
-    """Options of chat and server: how conversations begin, and what is shown."""
+    """Options of chat and server: what is compiled, and what is shown."""
 
-    system: str | None = option(None, "System prompt.  [default: the model's own]", kind="text")
-    think: bool | None = option(
-        None,
-        "Think before answering, or not (Qwen3).  [default: as the model's template does]",
-        flag="--think/--no-think",
-    )
     compile_blocks: bool | None = option(
         None,
         "Compile before answering, or never.  [default: in the background; not for one prompt]",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from fasteagle.cli.command import leave, silent, uncollected
 from fasteagle.cli.options import TalkOptions
 from fasteagle.errors import FasteagleError, note
@@ -33,24 +31,12 @@ def run_serve(
     say = silent if talk.quiet else note
     with listen(options) as listener:
         with uncollected():
-            llm = open_llm(
-                model,
-                runtime_options,
-                draft,
-                say,
-                options.prefix_cache,
-                options.prefix_cache_on,
-                talk.think,
-                defaults.form,
-                parallel=options.parallel,
-            )
-        params = defaults.params
+            llm = open_llm(model, runtime_options, draft, say, defaults, options)
         if talk.compile_blocks is not False:
-            preparation = llm.prepare(params, quiet=True)
+            preparation = llm.prepare(defaults.params, quiet=True)
             if talk.compile_blocks:
                 preparation.wait_for_compiler(say)
-        replies = dataclasses.replace(defaults, system=talk.system, think=talk.think)
-        server = Server(llm, options, replies, api_key)
+        server = Server(llm, options, defaults, api_key)
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         line = f"serving {server.name} on http://{shown}:{port} (the page), /v1 (the API)"

@@ -175,7 +175,8 @@ def serving(llm, options=None, defaults=None, api_key=None):
 
 def load(folder, parallel):
     llm = fasteagle.load(str(folder), precision="fp32", drafter="ngram", max_seq_len=2048)
-    return LLM(llm.name, llm.engine, llm.tokenizer, prefix_cache_gb=0.25, parallel=parallel)
+    options = ServeOptions(prefix_cache=0.25, parallel=parallel)
+    return LLM(llm.name, llm.engine, llm.tokenizer, options)
 
 
 def slow_down(live, monkeypatch):
