@@ -157,7 +157,7 @@ class Compiling:
 
     def __init__(self, engine, kind, shapes=()) -> None:
         if shapes or self.missing:
-            self.all.append((kind.greedy, shapes))
+            self.all.append((engine.drafter, kind.greedy, shapes))
 
     def compile(self) -> None:
         pass
@@ -184,7 +184,7 @@ def test_what_the_policy_may_choose_is_compiled_as_answers_are_drawn(
     params = SamplingParams(0.8)
     preparation = Preparation(engine, quiet=False, params=params)
     preparation.join()
-    assert compiled_for == [(False, sizes)] and compiler.params == params
+    assert compiled_for == [(engine.drafter, False, sizes)] and compiler.params == params
     with preparation.answering(params):
         pass
     assert capsys.readouterr().err == ""
@@ -276,45 +276,34 @@ def test_why_no_code_was_compiled_for_other_options_is_told(
     assert capsys.readouterr().err == "warning: not compiled for these options: no disk\n"
 
 
-def test_another_way_to_draw_is_compiled_in_the_background(target, compiler, monkeypatch, tmp_path):
+def test_another_way_to_draw_is_compiled_in_the_background(
+    target, compiler, compiled_for, monkeypatch, tmp_path
+):
     """And another drafter, or the one before it: the code of each drops that of the other."""
     drafter = EagleDrafter(random_head(target), TreeShape())
     engine = Engine(target, 512, drafter=drafter)
-    specs, done = [], threading.Event()
-
-    class Pieces:
-        def __init__(self, engine, kind):
-            specs.append((engine.drafter, kind.greedy))
-
-        def compile(self):
-            pass
-
-        def apply(self):
-            done.set()
-
-        missing = property(lambda self: specs)
-
-    monkeypatch.setattr(background, "CycleCompiler", Pieces)
+    monkeypatch.setattr(Compiling, "missing", True)
     preparation = Preparation(engine, quiet=True, tune=False)
     preparation.join()
     for params in (GREEDY, SamplingParams(0.8), SamplingParams(0.5, seed=3)):
         with preparation.answering(params):
             pass
-    assert done.wait(60) and specs == [(drafter, False)]
-    del specs[:]
+    preparation.join()
+    assert compiled_for == [(drafter, False, ())]
+    compiled_for.clear()
     for other in (drafter.resized(2), None, drafter):
         preparation.use(other)
         for params in (GREEDY, GREEDY, SamplingParams(0.8)):
             with preparation.answering(params):
                 pass
         preparation.join()
-        assert specs == [(other, True), (other, False)]
-        del specs[:]
+        assert compiled_for == [(other, True, ()), (other, False, ())]
+        compiled_for.clear()
     drafter.tuning = Tuning(tmp_path / "costs.json", DEFAULT_RANKS)
     tuner.follow_costs(drafter, costs())  # it may choose other trees from now on
     with preparation.answering(GREEDY):
         pass
-    assert specs == [(drafter, True)]
+    assert compiled_for == [(drafter, True, ())]
 
 
 def test_each_reason_why_nothing_is_captured_is_told_once(target, compiler, capsys):
