@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 import weakref
 
 import pytest
@@ -265,9 +264,3 @@ def test_leaving_and_another_drafter_are_refused_while_an_answer_is_under_way(ti
     begun.close()
     llm.use(None)
     llm.close()
-
-
-def test_structured_output_says_what_it_needs(llm, monkeypatch):
-    monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(FasteagleError, match=r"pip install 'fasteagle\[serve\]'"):
-        llm.chat("x", regex="a")
