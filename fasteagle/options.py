@@ -19,7 +19,6 @@ DEFAULT_MODEL = "smollm2-135m"
 ORIGIN = r"https?://([\w.-]+|\[[\da-fA-F:.]+\])(:\d+)?"  # as browsers write it
 DTYPES = ("bf16", "fp16", "fp32")
 
-
 # Beyond these limits, fp32 logits overflow, and a sound model looks broken.
 LEAST_TEMPERATURE = 1e-5
 MOST_PENALTY = 100
@@ -66,9 +65,6 @@ class AnswerOptions:
         object.__setattr__(self, "stop", tuple(self.stop))
 
 
-GRAMMARS = ("json_object", "json_schema", "regex", "grammar")
-
-
 @dataclasses.dataclass(frozen=True)
 class GrammarSpec:
     """Form that an answer must have: any JSON object, a schema, a regex, a Lark grammar.
@@ -76,7 +72,7 @@ class GrammarSpec:
     `text` is the schema (JSON), the regular expression or the grammar, in llguidance's dialects.
     """
 
-    kind: str = option(kind=GRAMMARS)
+    kind: str = option(kind=("json_object", "json_schema", "regex", "grammar"))
     text: str = ""
 
     def __post_init__(self) -> None:
@@ -354,7 +350,6 @@ class DraftOptions:
         )
 
 
-PREFIX_CACHE_PLACES = ("host", "device")
 MOST_AT_ONCE = 8  # answers of one model
 
 
@@ -385,7 +380,7 @@ class ServeOptions:
     prefix_cache: float = option(
         1.0, "Memory for earlier conversations' keys and values, GiB.", least=0, most=2**20
     )
-    prefix_cache_on: str = option("host", "Place of the prefix cache.", kind=PREFIX_CACHE_PLACES)
+    prefix_cache_on: str = option("host", "Place of the prefix cache.", kind=("host", "device"))
 
     def __post_init__(self) -> None:
         check(self)
