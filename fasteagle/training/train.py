@@ -193,12 +193,11 @@ class Trainer:
             tick(self.step, loss)
             last = self.step == self.options.steps
             if self.step % every == 0 or last:
-                held = self.evaluate()
                 entry = {
                     "step": self.step,
                     "loss": round(sum(losses) / len(losses), 5),
-                    "tok_s": round(tokens / (time.perf_counter() - begun)),
-                    **held.as_dict(),
+                    "tok_s": round(tokens / (time.perf_counter() - begun)),  # evaluated after it
+                    **self.evaluate().as_dict(),
                 }
                 self.history.append(entry)
                 report(entry)

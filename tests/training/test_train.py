@@ -251,7 +251,7 @@ def test_work_is_saved_by_the_clock_too(trainer, monkeypatch):
 
 
 def test_the_rate_is_that_since_the_last_evaluation(trainer, monkeypatch):
-    """With a clock on which only steps take time."""
+    """Without the time that evaluations take themselves."""
     now = [0.0]
     clock = SimpleNamespace(perf_counter=lambda: now[0])
     monkeypatch.setattr("fasteagle.training.train.time", clock)
@@ -261,7 +261,11 @@ def test_the_rate_is_that_since_the_last_evaluation(trainer, monkeypatch):
         now[0] += 2.0
         return 0.5, 100
 
-    monkeypatch.setattr(made, "evaluate", lambda: HeldOut((0.5,), 1.5, 1))
+    def evaluate():
+        now[0] += 6.0
+        return HeldOut((0.5,), 1.5, 1)
+
+    monkeypatch.setattr(made, "evaluate", evaluate)
     monkeypatch.setattr(made, "_update", update)
     made.run(entries.append, every=2, save_every=100)
     assert [entry["tok_s"] for entry in entries] == [50, 50]
