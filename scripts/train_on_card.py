@@ -45,7 +45,7 @@ from fasteagle.training.data import Features
 from fasteagle.training.dialogues import Conversations, Conversing, hold
 from fasteagle.training.many_texts import ManyTexts, features_of
 from fasteagle.training.options import DataOptions, TrainOptions
-from fasteagle.training.train import Trainer, TrainingBar
+from fasteagle.training.train import Trainer
 from fasteagle.training.train_head import head_to_train, init_head, write_head
 
 TEMPERATURES = ("0", "0", "0.8", "1")
@@ -213,8 +213,7 @@ def train(
     run = trainer(head, max(EVALUATIONS, int(recipe.seconds / each)))
     steps = run.options.steps
     note(f"{recipe.name}: {steps:,} steps of {1e3 * each:.1f} ms; before: {run.evaluate()}")
-    with TrainingBar(run) as bar:
-        run.run(bar.report, -(-steps // EVALUATIONS), save_every=1 << 30, tick=bar.tick)
+    run.run(-(-steps // EVALUATIONS), save_every=1 << 30)
     begun = {"seconds": recipe.seconds, "init": str(recipe.init) if recipe.init else None}
     write_head(run, opened, ["python", *sys.argv], recipe=begun)
 

@@ -41,7 +41,7 @@ from fasteagle.training.data_file import note_other_writer, require_same
 from fasteagle.training.generate_data import write_text
 from fasteagle.training.held_out import evaluate, ready_head
 from fasteagle.training.options import CalibrateOptions, DataOptions, TrainOptions
-from fasteagle.training.train import Trainer, TrainingBar, head_header
+from fasteagle.training.train import Trainer, head_header
 from fasteagle.training.train_head import check_trainable, with_draft_vocab
 
 MIN_CONVERSATIONS = 24
@@ -218,8 +218,7 @@ def _calibrate(
     n_steps = work.once("steps", lambda: options.steps or steps_within())
     trainer = student(n_steps)
     trainer.resume()
-    with TrainingBar(trainer) as bar:
-        trainer.run(bar.report, max(1, n_steps // 8), save_every=SAVE_EVERY, tick=bar.tick)
+    trainer.run(max(1, n_steps // 8), SAVE_EVERY)
     after = trainer.evaluate()
     is_better = after.tau > before.tau
     note(f"distilled: {after}: {'kept' if is_better else 'not kept'}")

@@ -12,7 +12,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -173,41 +173,35 @@ class Trainer:
     def _saved_options(self) -> dict[str, Any]:
         return json.loads(json.dumps(dataclasses.asdict(self.options)))
 
-    def run(
-        self,
-        report: Callable[[dict[str, Any]], None],
-        every: int = 200,
-        save_every: int = 50,
-        patience: int | None = None,
-        tick: Callable[[int, float], None] = lambda step, loss: None,
-    ) -> None:
-        """Train to `options.steps`, or until 0-alpha did not improve for `patience` evaluations.
-
-        `tick` gets the number and the loss of every step, `report` gets every evaluation.
-        """
+    def run(self, every: int = 200, save_every: int = 50, patience: int | None = None) -> None:
+        """Train to `options.steps`, or until 0-alpha did not improve for `patience` evaluations."""
         begun = saved = time.perf_counter()
         tokens, losses = 0, []
-        for loss, n_rows in itertools.islice(self._steps(), self.options.steps - self.step):
-            losses.append(loss)
-            tokens += n_rows
-            tick(self.step, loss)
-            last = self.step == self.options.steps
-            if self.step % every == 0 or last:
-                entry = {
-                    "step": self.step,
-                    "loss": round(sum(losses) / len(losses), 5),
-                    "tok_s": round(tokens / (time.perf_counter() - begun)),  # evaluated after it
-                    **self.evaluate().as_dict(),
-                }
-                self.history.append(entry)
-                report(entry)
-                begun, tokens, losses = time.perf_counter(), 0, []
-            is_due = self.step % save_every == 0 or time.perf_counter() - saved > SAVE_SECONDS
-            if self.ranks.is_first and (is_due or last):
-                self.save()
-                saved = time.perf_counter()
-            if patience and self._stalled(patience):
-                return
+        steps = itertools.islice(self._steps(), self.options.steps - self.step)
+        with TrainingBar(self) as bar:
+            for loss, n_rows in steps:
+                losses.append(loss)
+                tokens += n_rows
+                bar.tick(self.step, loss)
+                last = self.step == self.options.steps
+                if self.step % every == 0 or last:
+                    seconds = time.perf_counter() - begun
+                    entry = {
+                        "step": self.step,
+                        "loss": round(sum(losses) / len(losses), 5),
+                        "tok_s": round(tokens / seconds),
+                        **self.evaluate().as_dict(),
+                    }
+                    self.history.append(entry)
+                    if self.ranks.is_first:
+                        bar.report(entry)
+                    begun, tokens, losses = time.perf_counter(), 0, []
+                is_due = self.step % save_every == 0 or time.perf_counter() - saved > SAVE_SECONDS
+                if self.ranks.is_first and (is_due or last):
+                    self.save()
+                    saved = time.perf_counter()
+                if patience and self._stalled(patience):
+                    return
 
     def seconds_a_step(self, n: int) -> float:
         """Return the median time of a step, by `n` steps, the first ones aside.
@@ -268,34 +262,27 @@ class Trainer:
         return len(scores) > patience and max(scores[-patience:]) <= max(scores[:-patience])
 
 
-class TrainingBar:
+class TrainingBar(Progress):
     """Progress bar with loss, held-out 0-alpha and tau; plain lines without a terminal."""
 
     def __init__(self, trainer: Trainer) -> None:
         console = Console(stderr=True, highlight=False)
-        self._progress = Progress(
+        super().__init__(
             TextColumn("step {task.completed:,} of {task.total:,}"),
             BarColumn(),
             TimeRemainingColumn(),
             TextColumn("{task.fields[numbers]}"),
             console=console,
-            disable=not console.is_terminal,
+            disable=not (console.is_terminal and trainer.ranks.is_first),
         )
         steps = trainer.options.steps
-        self._task = self._progress.add_task("", total=steps, completed=trainer.step, numbers="")
+        self._task = self.add_task("", total=steps, completed=trainer.step, numbers="")
         self._steps, self._loss, self._held = steps, 0.0, ""
-
-    def __enter__(self) -> TrainingBar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._progress.stop()
 
     def tick(self, step: int, loss: float) -> None:
         self._loss = loss if not self._loss else 0.95 * self._loss + 0.05 * loss
         numbers = f"loss {self._loss:.4f}{self._held}"
-        self._progress.update(self._task, completed=step, numbers=numbers)
+        self.update(self._task, completed=step, numbers=numbers)
 
     def report(self, entry: dict[str, Any]) -> None:
         self._held = f" | 0-alpha {entry['alphas'][0]:.3f} | tau {entry['tau']:.2f}"
@@ -305,7 +292,7 @@ class TrainingBar:
             f"n-alpha {alphas} | tau {entry['tau']:.2f} | TV {entry['tv'][0]:.3f} | "
             f"{entry['tok_s']:,} tok/s"
         )
-        tell = note if self._progress.disable else self._progress.console.out
+        tell = note if self.disable else self.console.out
         tell(line)  # by `note`, for who reads it may leave
 
 

@@ -46,7 +46,7 @@ from fasteagle.training.data_file import note_other_writer
 from fasteagle.training.generate_data import write_text
 from fasteagle.training.options import DataOptions, TrainOptions, TrainRun
 from fasteagle.training.parallel import Ranks, join, local_device
-from fasteagle.training.train import Trainer, TrainingBar, head_header, new_head
+from fasteagle.training.train import Trainer, head_header, new_head
 
 NEW_DRAFT_VOCAB = 16384  # of a head that begins from nothing
 
@@ -99,12 +99,9 @@ def _train_head(
     if run.resume and ranks.is_first:
         where = f"continuing at step {trainer.step:,}"
         note(where if resumed else f"nothing to continue in {run.out}: training begins at step 0")
+    trainer.run(run.every, patience=run.patience)
     if ranks.is_first:
-        with TrainingBar(trainer) as bar:
-            trainer.run(bar.report, run.every, patience=run.patience, tick=bar.tick)
         write_head(trainer, runtime, ["fasteagle", *sys.argv[1:]])
-    else:
-        trainer.run(lambda entry: None, run.every, patience=run.patience)
     ranks.wait()
 
 

@@ -71,7 +71,7 @@ def test_simulated_acceptance_equals_what_the_engine_measures(trainer, target, s
     """Chains drafted at every position of greedy text, by hand, against `evaluate`."""
     made = trainer(dataclasses.replace(OPTIONS, steps=120))
     with torch.enable_grad():
-        made.run(lambda entry: None, every=200)
+        made.run(every=200)
     head = made.head
     held = evaluate(head, target, store, list(range(3, 9)))
     tried, accepted = [0] * 5, [0] * 5
@@ -128,7 +128,7 @@ def expect_tenths(by_confidence, drafted: list[tuple[float, bool]]) -> None:
 
 def test_several_processes_evaluate_a_part_of_the_conversations_each(trainer, target, store):
     made = trainer(dataclasses.replace(OPTIONS, steps=40))
-    made.run(lambda entry: None, every=40)
+    made.run(every=40)
     others: list[list[torch.Tensor]] = []
 
     class OneByOne(Ranks):

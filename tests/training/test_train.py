@@ -17,6 +17,7 @@ from fasteagle.training.data import cached_features, live_features
 from fasteagle.training.held_out import HeldOut, evaluate
 from fasteagle.training.loss import unroll
 from fasteagle.training.options import TrainOptions
+from fasteagle.training.parallel import ALONE
 from fasteagle.training.train import Trainer, TrainingBar, head_header
 from helpers import eagle3_of, random_head
 from training_cases import OPTIONS, OPTIONS_3, new_head_ready
@@ -24,10 +25,10 @@ from training_cases import OPTIONS, OPTIONS_3, new_head_ready
 
 def test_held_out_conversations_are_not_trained_on(trainer, store, monkeypatch):
     made, batched = trainer(), []
-    monkeypatch.setattr(made, "evaluate", lambda: HeldOut((0.5,), 1.5, 1))
+    monkeypatch.setattr(made, "evaluate", lambda: HeldOut((0.5,), 1.5, 1, tv=(0.5,)))
     read = store.conversation
     monkeypatch.setattr(store, "conversation", lambda i: (batched.append(i), read(i))[1])
-    made.run(lambda entry: None)
+    made.run()
     assert set(batched) == set(range(3, len(store))) and set(made.held_out) == {0, 1, 2}
 
 
@@ -36,7 +37,7 @@ def test_live_features_train_the_same_head(trainer, target, text, store):
     heads = []
     for name, source in (("cached", store), ("live", live)):
         made = trainer(folder=name, store=source)
-        made.run(lambda entry: None)
+        made.run()
         heads.append(made.head.state_dict())
         assert [list(e["alphas"]) for e in made.history]
     for name, cached in heads[0].items():
@@ -50,7 +51,8 @@ def test_an_unroll_longer_than_every_answer(trainer, target, text, tmp_path):
     losses = []
     for n in (1, 5):
         made = trainer(dataclasses.replace(OPTIONS, self_fed_steps=n, steps=3), str(n), store)
-        made.run(lambda entry: None, tick=lambda step, loss: losses.append(loss))
+        made.run(every=1)
+        losses += [entry["loss"] for entry in made.history]
     assert losses[:3] == losses[3:] and all(0 < loss < 100 for loss in losses)
 
 
@@ -67,8 +69,8 @@ def test_training_learns(trainer, target, request, algorithm, loss):
     options = dataclasses.replace(options, steps=n_steps, loss=loss, **weights)
     assert loss != "lk" or (options.ce_weight, options.feature_weight) == (1, 0), "it is alone"
     made = trainer(options, store=store)
-    entries = []
-    made.run(entries.append, every=n_steps // 3)
+    made.run(every=n_steps // 3)
+    entries = made.history
     assert entries[-1]["step"] == n_steps and len(entries) == 3
     # A loss that is all cross-entropy ends at the entropy of the target.
     share = 0.8 if options.feature_weight else 0.9
@@ -91,21 +93,23 @@ def test_an_embedding_of_its_own_is_read_and_stays(target, store_3, tmp_path):
         made = Trainer(one, target, store_3, [0, 1, 2], ids, options, tmp_path / str(number))
         quality.append(evaluate(one, target, store_3, [3, 4, 5]).by_confidence)
         before = one.embedding.weight.clone()
-        made.run(lambda entry: losses.append(entry["loss"]), every=3)
+        made.run()
+        losses.append(made.history[0]["loss"])
         assert torch.equal(one.embedding.weight, before)
     assert quality[0] != quality[1] and losses[0] != losses[1]
 
 
-def test_the_options_reach_the_optimizer(trainer):
+def test_the_options_reach_the_optimizer(trainer, monkeypatch):
     rates = {"beta1": 0.7, "beta2": 0.8, "weight_decay": 0.25, "clip": 0.01}
     options = dataclasses.replace(OPTIONS, steps=8, warmup=2, **rates)
-    made, losses, entries = trainer(options), [], []
-    made.run(entries.append, every=4, tick=lambda step, loss: losses.append(loss))
+    made, losses = trainer(options), []
+    monkeypatch.setattr(TrainingBar, "tick", lambda bar, step, loss: losses.append(loss))
+    made.run(every=4)
     (group,) = made.optimizer.param_groups
     assert (group["betas"], group["weight_decay"]) == ((0.7, 0.8), 0.25)
     assert group["lr"] == options.lr_at(7) < options.lr / 2
     assert [options.lr_at(n) for n in range(2)] == [options.lr / 2, options.lr]
-    for entry, part in zip(entries, (losses[:4], losses[4:]), strict=True):
+    for entry, part in zip(made.history, (losses[:4], losses[4:]), strict=True):
         assert entry["loss"] == pytest.approx(sum(part) / 4, abs=1e-5)
     gradients = [p.grad for p in made.head.parameters() if p.grad is not None]
     assert torch.nn.utils.get_total_norm(gradients).item() == pytest.approx(0.01, rel=0.01)
@@ -143,7 +147,7 @@ def test_a_header_names_the_algorithm(target, algorithm):
 def test_a_run_that_was_cut_off_continues_exactly(trainer, self_fed):
     options = dataclasses.replace(OPTIONS, steps=12, self_fed_steps=self_fed)
     whole = trainer(options, folder="a")
-    whole.run(lambda entry: None, every=100)
+    whole.run(every=100)
 
     class Killed(Exception):
         pass
@@ -158,10 +162,10 @@ def test_a_run_that_was_cut_off_continues_exactly(trainer, self_fed):
 
     part._update = update
     with pytest.raises(Killed):
-        part.run(lambda entry: None, every=100, save_every=3)
+        part.run(every=100, save_every=3)
     rest = trainer(options, folder="b")
     assert rest.resume() and rest.step == 6
-    rest.run(lambda entry: None, every=100)
+    rest.run(every=100)
     for a, b in zip(whole.head.parameters(), rest.head.parameters(), strict=True):
         assert torch.equal(a, b)
 
@@ -176,7 +180,7 @@ def test_a_run_that_was_cut_off_continues_exactly(trainer, self_fed):
 )
 def test_resuming_another_run_is_refused(trainer, lr, held_out, identity, message):
     options = dataclasses.replace(OPTIONS, steps=3)
-    trainer(options).run(lambda entry: None)
+    trainer(options).run()
     options = dataclasses.replace(options, lr=lr)
     other = trainer(options, held_out=held_out, identity=identity)
     with pytest.raises(FasteagleError, match=message):
@@ -223,20 +227,23 @@ def test_gradients_that_are_not_finite_change_no_weight(trainer):
     before, weight = made.head.fc.weight.detach().clone(), made.head.fc.weight
     weight.register_hook(lambda gradient: gradient * float("inf"))
     with pytest.raises(FasteagleError, match="the loss is not finite at step 1"):
-        made.run(lambda entry: None)
+        made.run()
     assert torch.equal(weight, before)
 
 
-def test_a_run_that_diverges_costs_one_line_and_keeps_its_checkpoint(trainer, tmp_path):
+def test_a_run_that_diverges_costs_one_line_and_keeps_its_checkpoint(
+    trainer, tmp_path, monkeypatch
+):
     made = trainer(dataclasses.replace(OPTIONS, steps=9))
     state = tmp_path / "run" / "state.pt"
 
-    def spoil(step, loss):
+    def spoil(bar, step, loss):
         if step == 3:
             made.head.fc.weight.data[0, 0] = float("nan")
 
+    monkeypatch.setattr(TrainingBar, "tick", spoil)
     with pytest.raises(FasteagleError, match="the loss is not finite at step 4: give a lower --lr"):
-        made.run(lambda entry: None, every=100, save_every=2, tick=spoil)
+        made.run(every=100, save_every=2)
     assert torch.load(state, weights_only=True)["step"] == 2
     with pytest.raises(FasteagleError, match="the draft head predicts no finite numbers"):
         made.evaluate()
@@ -246,7 +253,7 @@ def test_work_is_saved_by_the_clock_too(trainer, monkeypatch):
     monkeypatch.setattr("fasteagle.training.train.SAVE_SECONDS", 0.0)
     made, saved = trainer(dataclasses.replace(OPTIONS, steps=3)), []
     monkeypatch.setattr(made, "save", lambda: saved.append(made.step))
-    made.run(lambda entry: None, every=100, save_every=100)
+    made.run(every=100, save_every=100)
     assert saved == [1, 2, 3]
 
 
@@ -255,7 +262,7 @@ def test_the_rate_is_that_since_the_last_evaluation(trainer, monkeypatch):
     now = [0.0]
     clock = SimpleNamespace(perf_counter=lambda: now[0])
     monkeypatch.setattr("fasteagle.training.train.time", clock)
-    made, entries = trainer(dataclasses.replace(OPTIONS, steps=4)), []
+    made = trainer(dataclasses.replace(OPTIONS, steps=4))
 
     def update(batch):
         now[0] += 2.0
@@ -263,25 +270,25 @@ def test_the_rate_is_that_since_the_last_evaluation(trainer, monkeypatch):
 
     def evaluate():
         now[0] += 6.0
-        return HeldOut((0.5,), 1.5, 1)
+        return HeldOut((0.5,), 1.5, 1, tv=(0.5,))
 
     monkeypatch.setattr(made, "evaluate", evaluate)
     monkeypatch.setattr(made, "_update", update)
-    made.run(entries.append, every=2, save_every=100)
-    assert [entry["tok_s"] for entry in entries] == [50, 50]
+    made.run(every=2, save_every=100)
+    assert [entry["tok_s"] for entry in made.history] == [50, 50]
 
 
 def test_the_line_of_an_evaluation(capsys):
     held = HeldOut((0.5, 0.25), 1.625, 9, tv=(0.75, 0.875)).as_dict()
     entry = {"step": 10, "loss": 0.5, "tok_s": 1234, **held}
-    TrainingBar(SimpleNamespace(options=OPTIONS, step=0)).report(entry)
+    TrainingBar(SimpleNamespace(options=OPTIONS, step=0, ranks=ALONE)).report(entry)
     line = "step 10 of 30 | loss 0.5000 | n-alpha 0.500 0.250 | tau 1.62 | TV 0.750 | 1,234 tok/s"
     assert capsys.readouterr().err == f"{line}\n"
 
 
 def test_training_stops_when_held_out_text_gains_nothing(trainer):
     made = trainer(dataclasses.replace(OPTIONS, lr=1e-12))
-    made.run(lambda entry: None, every=2, patience=3)
+    made.run(every=2, patience=3)
     assert made.step == 8
 
 
