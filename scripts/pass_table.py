@@ -13,7 +13,7 @@ import statistics
 import click
 import torch
 
-from fasteagle.bench.measure import barrier_line, barrier_ns
+from fasteagle.bench.measure import add_barrier, barrier_line
 from fasteagle.cli.command import Numbers, Script
 from fasteagle.cli.options import model_options
 from fasteagle.compile.measurement import Measurement
@@ -40,13 +40,13 @@ def main(model: str, runtime_options: RuntimeOptions, rows: tuple[int, ...]) -> 
     phases = torch.ops.fasteagle_cpu.phases
     measurement = Measurement(engine, None)
     table: dict[str, list[float]] = {"pass": []}
-    barriers = []
+    barriers: list[float] = []
     for T in rows:
         for _ in range(WARM):
             measurement.verify(T)
         phases()
         times = [measurement.verify(T) for _ in range(BLOCK)]
-        barriers.append(barrier_ns(engine))
+        add_barrier(barriers, engine)
         for name, total in phases().items():
             table.setdefault(name, []).append(total / BLOCK)
         table["pass"].append(statistics.median(times))

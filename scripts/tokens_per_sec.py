@@ -123,8 +123,8 @@ def several(
             cells = [row.cells() for row in rows]
             print_table(HEADINGS, cells, md=md, title=None if md else precision)
             print(largest_batch(llm))
-            if barriers := barrier_line(ns for row in rows for ns in row.barriers):
-                print(barriers)
+            if barriers := [ns for row in rows for ns in row.barriers]:
+                print(barrier_line(barriers))
         records += [{"precision": precision, **dataclasses.asdict(row)} for row in rows]
     return {"meta": metadata(options, runtime_options), "rows": records}
 

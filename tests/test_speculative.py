@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fasteagle.bench.rivals.ablation import ablated
+from fasteagle.bench.rivals.ablation import AblatedDrafter
 from fasteagle.decoding import cycle
 from fasteagle.decoding.cycle import decode_cycle
 from fasteagle.drafting.base import Drafter
@@ -99,8 +99,8 @@ def drafters(target, head):
     made["chain"] = EagleDrafter(head, TreeShape(5, 1, 5))
     made["trimmed"] = EagleDrafter(trimmed, TreeShape(3, 4, 7))
     usual = EagleDrafter(head, TreeShape(3, 4, 7))
-    made["by confidence"] = ablated(usual, by_confidence=True, reranks=True)
-    made["no rerank"] = ablated(usual, by_confidence=False, reranks=False)
+    made["by confidence"] = AblatedDrafter(usual, by_confidence=True, reranks=True)
+    made["no rerank"] = AblatedDrafter(usual, by_confidence=False, reranks=False)
     made["static"] = StaticTreeDrafter(head)
     made["static two levels"] = StaticTreeDrafter(head, ((0,), (1,), (1, 0)))
     made["ngram"] = NgramDrafter(depth=4)

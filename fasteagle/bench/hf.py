@@ -74,18 +74,15 @@ def hf_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | 
 
 
 class _Clock:
-    """Streamer of transformers that records when each token arrives."""
+    """Streamer of transformers that records when prompt and tokens arrive."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
         self.sizes: list[int] = []  # tokens that came with each time
-        self._prompt_seen = False
 
     def put(self, value: Tensor) -> None:
-        if self._prompt_seen:
-            self.sizes.append(value.numel())
-            self.times.append(time.perf_counter())
-        self._prompt_seen = True
+        self.sizes.append(value.numel())
+        self.times.append(time.perf_counter())
 
     def end(self) -> None:
         pass
@@ -133,7 +130,7 @@ class HFDecoder(Decoder):
             **self.options,
         )
         hook.remove()
-        times, sizes = clock.times, clock.sizes
+        times, sizes = clock.times[1:], clock.sizes[1:]  # the prompt comes first
         gaps = (b - a for a, b in itertools.pairwise(times))
         return Turn(
             output[0, len(prompt) :].tolist(),

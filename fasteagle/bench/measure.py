@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import resource
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -63,19 +63,19 @@ def copy_bandwidth(device: torch.device, n_bytes: int = COPY_BYTES) -> float:
         return 2 * source.nbytes / _best_seconds(lambda: target.copy_(source)) / 1e9
 
 
-def barrier_ns(engine: Engine) -> float | None:
-    """Return the nanoseconds of a barrier of the CPU kernels' threads; None where they do not run.
+def add_barrier(barriers: list[float], engine: Engine) -> None:
+    """Add the nanoseconds of a barrier of the CPU kernels' threads, where the engine runs them.
 
     On a virtual machine it tells where the host has put its cores at the moment: some 65 where they
     share a cache, 300 where they do not, and then passes over several rows are slower.
     """
-    return torch.ops.fasteagle_cpu.barrier_ns() if engine.backend.name == "cpu" else None
+    if engine.backend.name == "cpu":
+        barriers.append(torch.ops.fasteagle_cpu.barrier_ns())
 
 
-def barrier_line(barriers: Iterable[float | None]) -> str:
-    """Return a line on the values of `barrier_ns`, empty if there are none."""
-    ns = [barrier for barrier in barriers if barrier is not None]
-    return f"a barrier of the threads: {min(ns):.0f} to {max(ns):.0f} ns" if ns else ""
+def barrier_line(barriers: Sequence[float]) -> str:
+    """Return a line on the values of `add_barrier`."""
+    return f"a barrier of the threads: {min(barriers):.0f} to {max(barriers):.0f} ns"
 
 
 def _best_seconds(work: Callable[[], object]) -> float:
@@ -87,21 +87,19 @@ def _best_seconds(work: Callable[[], object]) -> float:
     return min(timer.blocked_autorange(min_run_time=SECONDS).times)
 
 
-def peak_meter(device: torch.device) -> tuple[Callable[[], None], Callable[[], int]]:
-    """Return functions that reset and that read the peak memory, on a CPU that of this process."""
+def reset_peak(device: torch.device) -> None:
+    """Begin a new measurement of `peak_bytes`."""
     if device.type == "cuda":
-        return (
-            lambda: torch.cuda.reset_peak_memory_stats(device),
-            lambda: torch.cuda.max_memory_allocated(device),
-        )
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with contextlib.suppress(OSError):  # then the peak is that of the whole process so far
+        Path("/proc/self/clear_refs").write_text("5")
 
-    def reset() -> None:
-        with contextlib.suppress(OSError):  # then the peak is that of the whole process so far
-            Path("/proc/self/clear_refs").write_text("5")
 
-    def read() -> int:
-        peak = proc_field("self/status", "VmHWM")
-        kib = int(peak.split()[0]) if peak else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return 1024 * kib
-
-    return reset, read
+def peak_bytes(device: torch.device) -> int:
+    """Return the peak memory since `reset_peak`, on a CPU that of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = proc_field("self/status", "VmHWM")
+    kib = int(peak.split()[0]) if peak else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return 1024 * kib

@@ -196,8 +196,9 @@ def conditions(report: dict[str, Any]) -> str:
         "accepted by depth: share of passes that accepted at least 1, 2, 3 drafted tokens; "
         "tree: depth, top-k, nodes"
     )
-    if barriers := barrier_line(row["barrier_ns"] for row in report["rows"]):
-        text += f"; {barriers}"
+    barriers = [row["barrier_ns"] for row in report["rows"] if row["barrier_ns"] is not None]
+    if barriers:
+        text += f"; {barrier_line(barriers)}"
     simulated = [row for row in report["rows"] if row["simulated"]]
     if not simulated:
         return text

@@ -6,8 +6,8 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from fasteagle.bench.measure import barrier_ns
 from fasteagle.decoding.stats import Stats
+from fasteagle.generate import Engine
 from fasteagle.llm import LLM
 from fasteagle.options import SamplingParams
 from fasteagle.quant.scheme import Scheme
@@ -33,6 +33,7 @@ class Turn:
 class Decoder:
     """One way to answer: `turn` gets a whole prompt, `restart` begins a new question."""
 
+    engine: Engine | None = None  # where it is ours
     tree: AnyShape | None = None  # that was drafted
     auto: str | None = None  # what the policy chose, and why
     auto_shares: str | None = None  # share of the passes that each tree had
@@ -41,19 +42,8 @@ class Decoder:
     def turn(self, prompt: list[int], max_new_tokens: int) -> Turn:
         raise NotImplementedError
 
-    def check(self, prompt: list[int]) -> None:
-        """Do nothing: this decoder has no limit of its own."""
-
     def restart(self) -> None:
         """Do nothing: this decoder keeps nothing of a conversation."""
-
-    def uncaptured(self) -> str | None:
-        """Return why cycles are not replayed as CUDA graphs, or None."""
-        return None
-
-    def barrier_ns(self) -> float | None:
-        """Return what `measure.barrier_ns` does, for an engine of ours."""
-        return None
 
     def close(self) -> None:
         """Let go of the model, and note what was drafted."""
@@ -65,11 +55,10 @@ class LLMDecoder(Decoder):
     It times the engine alone, without the making of text from tokens.
     """
 
+    engine: Engine
+
     def __init__(self, llm: LLM, params: SamplingParams) -> None:
         self.llm, self.engine, self.params = llm, llm.engine, params
-
-    def check(self, prompt: list[int]) -> None:
-        self.engine.check_prompt(prompt)
 
     def restart(self) -> None:
         self.engine.restart()
@@ -88,12 +77,6 @@ class LLMDecoder(Decoder):
             prompt_tokens=len(prompt),
             chunks=tuple(zip(sizes, stats.cycle_seconds, strict=True)),
         )
-
-    def uncaptured(self) -> str | None:
-        return self.engine.runner.error
-
-    def barrier_ns(self) -> float | None:
-        return barrier_ns(self.engine)
 
     def close(self) -> None:
         drafter = self.engine.drafter

@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from fasteagle.bench.hf import HFDecoder, hf_model
-from fasteagle.bench.measure import peak_meter
+from fasteagle.bench.measure import add_barrier, peak_bytes, reset_peak
 from fasteagle.bench.options import BenchOptions
 from fasteagle.bench.rivals import rival
-from fasteagle.bench.rivals.ablation import ablated
+from fasteagle.bench.rivals.ablation import AblatedDrafter
 from fasteagle.bench.rivals.gpt_fast import GptFastDecoder, Job, gpt_fast_scheme
 from fasteagle.bench.roofline import Storage
 from fasteagle.bench.row_spec import RIVALS, RowSpec
 from fasteagle.bench.rows import Decoder, LLMDecoder, Row
-from fasteagle.bench.simulate import check_simulated, dummy_drafter
+from fasteagle.bench.simulate import dummy_drafter
 from fasteagle.compile.blocks import compile_now
 from fasteagle.compile.costs import tune_now
 from fasteagle.compile.int8_cache import cache_bytes
@@ -52,7 +52,6 @@ def run(
     """Measure every row; precisions run together where they fit in memory, else one by one."""
     device = pick_device(runtime.device)
     torch.set_num_threads(runtime.threads or torch.get_num_threads())
-    check_simulated(options, runtime, isinstance(opened.checkpoint, DummyCheckpoint))
     once = functools.cache(note)
     for precision in options.precisions:  # what cannot run is refused before weights are loaded
         for spec in options.specs:
@@ -63,9 +62,6 @@ def run(
         for precision, specs in parts:
             group += build_rows(precision, options, opened, runtime, specs)
         warm_up(group, questions, opened.tokenizer)
-        for row in group:
-            if reason := row.decoder.uncaptured():
-                note(f"warning: {row.name} {row.precision} runs without CUDA graphs: {reason}")
         for question in with_speeds(questions, group):
             for row in group:
                 answer(row, question, opened.tokenizer, options.max_new_tokens, device)
@@ -209,28 +205,37 @@ def _drafter(
         drafter = dummy_drafter(prepared.name, engine, checkpoint, draft)
     else:
         return None
-    if spec.kind == "eagle" and isinstance(drafter, EagleDrafter):
-        return ablated(drafter, options.tree_value == "confidence", options.rerank)
+    by_confidence = options.tree_value == "confidence"
+    is_ablated = spec.kind == "eagle" and (by_confidence or not options.rerank)
+    if is_ablated and isinstance(drafter, EagleDrafter):
+        return AblatedDrafter(drafter, by_confidence, options.rerank)
     return drafter
 
 
 def _tune(rows: Sequence[Row], options: BenchOptions, kind: SamplingMode) -> None:
     """Compile what our rows run, and choose the trees that pay."""
-    ours = [(row, row.decoder.engine) for row in rows if isinstance(row.decoder, LLMDecoder)]
+    ours = [(row.precision, engine) for row in rows if (engine := row.decoder.engine)]
     if options.compile and all(compile_now(engine, options.params) for _, engine in ours):
-        for row, engine in ours:
+        for precision, engine in ours:
             if tuned := tune_now(engine, note, kind, compiled=True):
-                note(f"{row.precision}: tuned in {tuned[1]:.1f} s (0: by an earlier run)")
+                note(f"{precision}: tuned in {tuned[1]:.1f} s (0: by an earlier run)")
 
 
 def warm_up(rows: Sequence[Row], questions: Sequence[Question], tokenizer: ChatTokenizer) -> None:
-    """Begin to answer the first question; raise `FasteagleError` if one of them is too long."""
+    """Begin to answer the first question, and tell which rows replay no CUDA graphs.
+
+    Raises `FasteagleError` if a question is too long.
+    """
     firsts: list[list[Message]] = [[{"role": "user", "content": q[0]}] for q in questions]
     prompts = [tokenizer.encode(tokenizer.render(messages)) for messages in firsts]
     for row in rows:
-        for prompt in prompts:
-            row.decoder.check(prompt)
+        engine = row.decoder.engine
+        if engine is not None:
+            for prompt in prompts:
+                engine.check_prompt(prompt)
         row.decoder.turn(prompts[0], WARM_UP_TOKENS)
+        if engine is not None and (reason := engine.runner.error):
+            note(f"warning: {row.name} {row.precision} runs without CUDA graphs: {reason}")
 
 
 def with_speeds(questions: Sequence[Question], rows: Sequence[Row]) -> Iterator[Question]:
@@ -254,16 +259,15 @@ def answer(
     decoder = row.decoder
     decoder.restart()
     messages: list[Message] = []
-    reset_peak, read_peak = peak_meter(device)
     row.questions.append([])
-    if (barrier := decoder.barrier_ns()) is not None:
-        row.barriers.append(barrier)
+    if decoder.engine is not None:
+        add_barrier(row.barriers, decoder.engine)
     for text in question:
         messages.append({"role": "user", "content": text})
         prompt = tokenizer.encode(tokenizer.render(messages))
-        reset_peak()
+        reset_peak(device)
         turn = decoder.turn(prompt, max_new_tokens)
-        peak = read_peak() if decoder.peak_bytes is None else decoder.peak_bytes
+        peak = peak_bytes(device) if decoder.peak_bytes is None else decoder.peak_bytes
         row.peak_bytes = max(row.peak_bytes, peak)
         row.questions[-1].append(turn)
         messages.append({"role": "assistant", "content": tokenizer.decode(turn.tokens)})

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 
 from fasteagle.answering.answer_logits import AnswerRequest
-from fasteagle.bench.measure import barrier_ns
+from fasteagle.bench.measure import add_barrier
 from fasteagle.bench.options import BenchOptions
 from fasteagle.compile.blocks import compile_now
 from fasteagle.compile.costs import tune_now
@@ -37,7 +37,7 @@ class Size:
     one: float = 0.0  # speed of plain decoding alone
     plain: list[float] = dataclasses.field(default_factory=list)
     drafting: list[float] = dataclasses.field(default_factory=list)
-    barriers: list[float | None] = dataclasses.field(default_factory=list)
+    barriers: list[float] = dataclasses.field(default_factory=list)
     same: int = 0  # texts that are those of plain decoding alone, in the last round
 
     def cells(self) -> tuple[str, ...]:
@@ -78,7 +78,7 @@ def measure_sizes(
         for speculate, speeds in ((False, size.plain), (True, size.drafting)):
             batch = requests(speculate)
             llm.answers.forget()  # prompts count
-            size.barriers.append(barrier_ns(llm.engine))
+            add_barrier(size.barriers, llm.engine)
             begin = time.perf_counter()
             texts = [answer.tokens for answer in llm.answers.all(batch, size.n)]
             speeds.append(sum(map(len, texts)) / (time.perf_counter() - begin))

@@ -85,7 +85,7 @@ def test_sampling_is_asked_for_with_every_parameter():
 
 
 def test_prompt_lookup_may_bring_several_tokens_with_a_pass(monkeypatch):
-    clock = iter((10.0, 11.0, 13.0))
+    clock = iter((10.0, 10.5, 11.0, 13.0))
     monkeypatch.setattr("fasteagle.bench.hf.time.perf_counter", lambda: next(clock))
     model = Model([[5, 6], [7, 8, 9]])
     decoder = HFDecoder(model, SamplingParams(), frozenset(), lookup=True)

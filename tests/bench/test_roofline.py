@@ -265,12 +265,11 @@ def test_this_machine_is_measured(monkeypatch):
 
 
 def test_the_peak_of_this_process_is_in_bytes_and_since_the_last_reset(monkeypatch):
-    reset, read = device_speed.peak_meter(CPU)
     held = torch.ones(2**26)  # 256 MiB
-    before = read()
+    before = device_speed.peak_bytes(CPU)
     del held
-    reset()
+    device_speed.reset_peak(CPU)
     if Path("/proc/self/clear_refs").exists():
-        assert read() < before - 2**27
+        assert device_speed.peak_bytes(CPU) < before - 2**27
     monkeypatch.setattr(device_speed, "proc_field", lambda *names: "2048 kB")
-    assert read() == 2**21
+    assert device_speed.peak_bytes(CPU) == 2**21

@@ -19,6 +19,7 @@ from fasteagle.bench.rivals.medusa import HEADS, RANKS, MedusaHeads, save_medusa
 from fasteagle.bench.row_spec import ROW_NAMES, RowSpec
 from fasteagle.bench.rows import LLMDecoder
 from fasteagle.bench.run import run
+from fasteagle.decoding.runner import Runner
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import open_checkpoint
 from fasteagle.loading.open import open_model
@@ -70,7 +71,7 @@ def test_the_model_of_a_group_is_gone_before_the_next_one_is_loaded(
 
 def test_hf_and_plain_give_the_same_greedy_tokens_in_fp32(tiny_dir, questions, monkeypatch, capsys):
     monkeypatch.setattr("fasteagle.errors.TELL_SECONDS", 0)
-    monkeypatch.setattr(LLMDecoder, "uncaptured", lambda self: "no memory is left")
+    monkeypatch.setattr(Runner, "error", "no memory is left")
     report = measure(tiny_dir, questions)
     said = capsys.readouterr().err
     assert "answered 3 of 3 questions: hf fp32 " in said

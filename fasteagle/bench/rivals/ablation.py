@@ -11,14 +11,16 @@ from fasteagle.tree import DraftTree, Pool
 
 
 class AblatedDrafter(EagleDrafter):
-    """EAGLE drafter without cumulative scores, or without reranking.
+    """Drafter like `usual` without cumulative scores, or without reranking.
 
     `by_confidence` scores a node by its own probability alone; without `reranks` the first nodes
     are used instead of the best.
     """
 
-    by_confidence = False
-    reranks = True
+    def __init__(self, usual: EagleDrafter, by_confidence: bool, reranks: bool) -> None:
+        super().__init__(usual.head, usual.shape, noise=usual.noise)
+        self.tuning = usual.tuning
+        self.by_confidence, self.reranks = by_confidence, reranks
 
     def child_scores(self, scores: Tensor, logp: Tensor) -> Tensor:
         return torch.minimum(logp if self.by_confidence else scores + logp, scores)
@@ -28,13 +30,3 @@ class AblatedDrafter(EagleDrafter):
             order = torch.arange(len(pool.scores), 0, -1, device=pool.scores.device)
             pool = pool._replace(scores=order)
         return super().select(pool, state, spec)
-
-
-def ablated(drafter: EagleDrafter, by_confidence: bool, reranks: bool) -> EagleDrafter:
-    """Return the drafter without what is ablated, or `drafter` itself where nothing is."""
-    if reranks and not by_confidence:
-        return drafter
-    made = AblatedDrafter(drafter.head, drafter.shape, noise=drafter.noise)
-    made.tuning = drafter.tuning
-    made.by_confidence, made.reranks = by_confidence, reranks
-    return made

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fasteagle.bench.measure import peak_meter
+from fasteagle.bench.measure import peak_bytes, reset_peak
 from fasteagle.bench.rows import Decoder, LLMDecoder, Turn
 from fasteagle.compile.blocks import compile_now
 from fasteagle.config import ModelConfig
@@ -91,10 +91,9 @@ def _restart(job: Job) -> None:
 def _turn(job: Job, prompt: list[int], max_new_tokens: int) -> tuple[Turn, int]:
     """Return an answer and the peak memory of the process that gave it."""
     decoder = _decoder(job)
-    reset, read = peak_meter(decoder.engine.device)
-    reset()
-    turn = decoder.turn(prompt, max_new_tokens)
-    return turn, read()
+    device = decoder.engine.device
+    reset_peak(device)
+    return decoder.turn(prompt, max_new_tokens), peak_bytes(device)
 
 
 @functools.cache  # the process has one job
