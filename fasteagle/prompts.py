@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import resources
 from pathlib import Path
 
 from fasteagle.config_fields import MOST_TEXT, parse_json
 from fasteagle.errors import FasteagleError, reason_of, shown
+from fasteagle.paths import write_atomic
 
 Question = tuple[str, ...]  # one or more turns of a user
 
@@ -26,6 +28,12 @@ def read_questions(path: Path | None = None) -> list[Question]:
     if not questions:
         raise FasteagleError(f"{path}: no questions in it: give another file")
     return questions
+
+
+def write_questions(path: Path, questions: Iterable[Sequence[str]]) -> None:
+    """Write questions as `read_questions` reads them."""
+    lines = (json.dumps({"turns": turns}) + "\n" for turns in questions)
+    write_atomic(path, "".join(lines).encode())
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, str]]:

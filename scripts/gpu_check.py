@@ -36,6 +36,7 @@ from fasteagle.errors import FasteagleError, note, suggest  # noqa: E402
 from fasteagle.loading.registry import local_path  # noqa: E402
 from fasteagle.options import DEFAULT_MODEL  # noqa: E402
 from fasteagle.paths import checkout_commit, require_writable, write_json  # noqa: E402
+from fasteagle.prompts import write_questions  # noqa: E402
 from fasteagle.tables import print_table  # noqa: E402
 from gpu_stages import DRY_PROMPT, PACKAGES, PROMPTS, Stage, all_stages  # noqa: E402
 
@@ -180,11 +181,9 @@ def prompt_of(n: int) -> str:
 
 def write_prompts(out: Path, dry_run: bool) -> None:
     """Write the `PROMPTS` of stages."""
-    out.mkdir(parents=True, exist_ok=True)
     for name, counts in PROMPTS.items():
-        texts = (prompt_of(DRY_PROMPT if dry_run else n) for n in counts)
-        lines = (json.dumps({"turns": [text]}) + "\n" for text in texts)
-        (out / f"{name}.jsonl").write_text("".join(lines))
+        texts = ([prompt_of(DRY_PROMPT if dry_run else n)] for n in counts)
+        write_questions(out / f"{name}.jsonl", texts)
 
 
 def merged(out: Path, other: Path) -> list[dict[str, Any]]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ast
 import configparser
-import json
 import random
 import re
 import sysconfig
@@ -26,8 +25,7 @@ from fasteagle.cli.command import Script
 from fasteagle.cli.options import FILE, RESULT
 from fasteagle.config_fields import parse_json
 from fasteagle.errors import counted
-from fasteagle.paths import write_atomic
-from fasteagle.prompts import expecting, json_lines
+from fasteagle.prompts import expecting, json_lines, write_questions
 
 SECOND_TURNS = 0.35  # share of conversations
 SEEDED = "seeded"  # kind that needs seed tasks
@@ -156,8 +154,7 @@ def main(seeds: Path | None, count: int, seed: int, out: Path) -> None:
             break
         turns = maker.turns()
         conversations.setdefault(turns[0], turns)
-    lines = (json.dumps({"turns": turns}) + "\n" for turns in conversations.values())
-    write_atomic(out, "".join(lines).encode())
+    write_questions(out, conversations.values())
     click.echo(f"{counted(len(conversations), 'conversation')} in {out}", err=True)
 
 

@@ -9,7 +9,6 @@ library, cut to a length in tokens. Same Python and arguments, same questions.
 
 from __future__ import annotations
 
-import json
 import sysconfig
 from collections.abc import Iterator
 from itertools import cycle, islice
@@ -24,7 +23,7 @@ from fasteagle.errors import FasteagleError, counted
 from fasteagle.loading.open import open_model
 from fasteagle.loading.tokenizer import ChatTokenizer
 from fasteagle.options import RuntimeOptions
-from fasteagle.paths import write_atomic
+from fasteagle.prompts import write_questions
 
 MODULES = "textwrap heapq shlex fnmatch queue sched string calendar csv statistics bisect copy"
 SUMMARIZE = "Summarize the following text in ten sentences.\n\n{text}"
@@ -89,7 +88,7 @@ def _argument(code: str) -> str:
 def main(model: str, n_tokens: int, count: int, out: Path) -> None:
     tokenizer = open_model(model, RuntimeOptions()).tokenizer
     texts = list(islice(questions(tokenizer, n_tokens), count))
-    write_atomic(out, "".join(json.dumps({"turns": [text]}) + "\n" for text in texts).encode())
+    write_questions(out, ([text] for text in texts))
     lengths = [len(tokenizer.encode(text)) for text in texts]
     what = counted(len(texts), "question")
     click.echo(f"{what} of {min(lengths):,} to {max(lengths):,} tokens", err=True)

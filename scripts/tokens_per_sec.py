@@ -29,7 +29,7 @@ from fasteagle.bench.report import build_report, metadata, print_report
 from fasteagle.bench.run import run
 from fasteagle.bench.several import HEADINGS, largest_batch, measure_sizes
 from fasteagle.bench.simulate import check_simulated
-from fasteagle.cli.command import Numbers, Script, comma_list, refuse_options
+from fasteagle.cli.command import Names, Numbers, Script, refuse_options
 from fasteagle.cli.options import BENCH_MODEL, DRAFT, FILE, RESULT, Group, groups, options_of
 from fasteagle.errors import FasteagleError, note
 from fasteagle.llm import MOST_AT_ONCE, open_llm
@@ -50,6 +50,7 @@ OF_ROWS += ("save_outputs", "plot_path")
 @groups(BENCH_MODEL, DRAFT, ROWS)
 @click.option(
     "--precision",
+    type=Names(),
     help=f"Comma list of {', '.join(PRECISIONS)}.  [default: that of --int4 or --int8, else auto]",
 )
 @click.option(
@@ -71,7 +72,7 @@ OF_ROWS += ("save_outputs", "plot_path")
 def main(
     model: str,
     runtime_options: RuntimeOptions,
-    precision: str | None,
+    precision: tuple[str, ...] | None,
     load_format: str,
     batch: tuple[int, ...] | None,
     json_path: Path | None,
@@ -129,16 +130,16 @@ def several(
     return {"meta": metadata(options, runtime_options), "rows": records}
 
 
-def _precisions(names: str | None, runtime: RuntimeOptions) -> tuple[str, ...]:
+def _precisions(names: tuple[str, ...] | None, runtime: RuntimeOptions) -> tuple[str, ...]:
     """Return the precisions in `names`, else the one that the model's options name."""
     if names is None:
         return (runtime.quant or runtime.dtype,)
     if runtime.quant is not None:
         raise FasteagleError(
-            f"precision {names} stands beside {runtime.quant}: name all of them in --precision, "
-            "without --int4, --int8 and --quant"
+            f"precision {','.join(names)} stands beside {runtime.quant}: name all of them in "
+            "--precision, without --int4, --int8 and --quant"
         )
-    return comma_list(names)
+    return names
 
 
 if __name__ == "__main__":
