@@ -65,7 +65,7 @@ class Conversations:
     """Conversations that `options` describe; each number stands for one fixed conversation."""
 
     def __init__(self, options: DataOptions) -> None:
-        self._options, self.excluded = options, Excluded.of_files(options.exclude)
+        self._options, self.excluded = options, Excluded(options.exclude)
         self._questions: list[Question] = []
         self._seeds: list[str] = []
         if options.prompts is not None:

@@ -16,15 +16,14 @@ REPEATED_TOKENS = 40  # so many in a row, and twice the cycle, all as one cycle 
 
 
 class Excluded:
-    """Texts with which a generated text must not share `GRAM` words in a row."""
+    """Turns of question files, with which a text must not share `GRAM` words in a row.
 
-    def __init__(self, texts: Iterable[str]) -> None:
-        self._grams = {gram for text in texts for gram in _grams(text)}
+    Raises `FasteagleError` for other files.
+    """
 
-    @classmethod
-    def of_files(cls, paths: Iterable[Path]) -> Excluded:
-        """Exclude every turn of question files; raise `FasteagleError` for other files."""
-        return cls(turn for path in paths for question in read_questions(path) for turn in question)
+    def __init__(self, paths: Iterable[Path]) -> None:
+        turns = (turn for path in paths for question in read_questions(path) for turn in question)
+        self._grams = {gram for turn in turns for gram in _grams(turn)}
 
     def identity(self) -> str:
         """Return a digest of all that is excluded."""

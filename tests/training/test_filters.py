@@ -29,8 +29,9 @@ ONE = "Compose an engaging travel blog post about a recent trip to Hawaii"
         ("?!", False),
     ],
 )
-def test_eight_words_in_a_row_are_too_many(text, is_like):
-    assert Excluded([ONE, "Why not?", "..."]).matches(text) is is_like
+def test_eight_words_in_a_row_are_too_many(tmp_path, text, is_like):
+    prompts = write_questions(tmp_path / "prompts.jsonl", [ONE, "Why not?", "..."])
+    assert Excluded([prompts]).matches(text) is is_like
 
 
 def test_the_longest_text_that_counts_as_said_again():
@@ -42,12 +43,12 @@ def test_every_turn_of_every_file_is_excluded(tmp_path):
         write_questions(tmp_path / "a.jsonl", ["first", ONE]),
         write_questions(tmp_path / "b.jsonl", ["second"]),
     ]
-    excluded = Excluded.of_files(files)
+    excluded = Excluded(files)
     assert all(excluded.matches(text) for text in ("first", "second", ONE))
-    assert excluded.identity() != Excluded.of_files(files[:1]).identity()
-    assert not Excluded.of_files(()).matches(ONE)
+    assert excluded.identity() != Excluded(files[:1]).identity()
+    assert not Excluded(()).matches(ONE)
     with pytest.raises(FasteagleError, match="cannot read"):
-        Excluded.of_files([tmp_path / "none.jsonl"])
+        Excluded([tmp_path / "none.jsonl"])
 
 
 @pytest.mark.parametrize(
