@@ -24,7 +24,6 @@ from fasteagle.bench.roofline import (
     limit,
     storage_named,
 )
-from fasteagle.errors import FasteagleError
 from fasteagle.loading.heads.find import head_shape
 from fasteagle.loading.registry import preset
 from fasteagle.quant.interleaved import layout_for
@@ -139,11 +138,6 @@ def test_launches_of_a_block_that_neither_multiply_nor_attend(changes, launches)
     load = Workload(config, storage_named("int4", config), 100)
     (rest,) = (part for part in load.verifying(1) if part.name == "norms, rest of the pass")
     assert rest.launches == 32 * launches + PASS_SMALL
-
-
-def test_an_unknown_precision_is_refused_with_the_known_ones():
-    with pytest.raises(FasteagleError, match="'int3': 3 bits have no kernel: use int4 or int8"):
-        storage_named("int3", LLAMA)
 
 
 @pytest.mark.parametrize("name", ["llama2-7b", "llama3-8b", "qwen3-8b"])

@@ -63,10 +63,12 @@ def test_the_model_of_a_group_is_gone_before_the_next_one_is_loaded(
     monkeypatch.setattr(bench, "build_rows", noting)
     gc.disable()
     try:
-        measure(tiny_dir, questions, rows=("plain",), precisions=("fp32", "bf16"), limit=1)
+        options = {"rows": ("plain",), "precisions": ("fp32", "bf16"), "limit": 1}
+        report = measure(tiny_dir, questions, **options)
     finally:
         gc.enable()
     assert alive == [[], [False]]
+    assert [row["precision"] for row in report["rows"]] == ["fp32", "bf16"]
 
 
 def test_hf_and_plain_give_the_same_greedy_tokens_in_fp32(tiny_dir, questions, monkeypatch, capsys):
@@ -216,25 +218,6 @@ def test_a_second_copy_of_the_weights_is_loaded_where_it_fits(
     options = BenchOptions(str(tiny_dir), ("hf", "plain"), ("fp32", "bf16"), compile=False)
     fitting = bench._fitting_groups(options, CPU, checkpoint, torch.device("cpu"))
     assert [[f"{p} {','.join(map(str, specs))}" for p, specs in g] for g in fitting] == groups
-
-
-def test_precisions_run_together_or_one_by_one(tiny_dir, questions, monkeypatch):
-    seen = []
-    answer = bench.answer
-
-    def spy(row, question, *rest):
-        seen.append(row.precision)
-        answer(row, question, *rest)
-
-    monkeypatch.setattr(bench, "answer", spy)
-    options = {"precisions": ("bf16", "fp32"), "rows": ("plain",), "limit": 2}
-    measure(tiny_dir, questions, **options)
-    assert seen == ["bf16", "fp32", "bf16", "fp32"]
-    seen.clear()
-    monkeypatch.setattr(bench, "available_bytes", lambda device: 1000)
-    report = measure(tiny_dir, questions, **options)
-    assert seen == ["bf16", "bf16", "fp32", "fp32"]
-    assert [row["precision"] for row in report["rows"]] == ["bf16", "fp32"]
 
 
 # The script

@@ -10,7 +10,7 @@ import torch
 
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
-from fasteagle.prompts import Conversation, read_conversations
+from fasteagle.prompts import Conversation
 from fasteagle.training.data import (
     Features,
     cached_features,
@@ -115,13 +115,6 @@ def test_other_layers_and_other_text_have_other_features():
     keys = [store_key(text, "a"), store_key(text, "b"), *(store_key(t, "a") for t in others)]
     keys += [store_key(text, "a", layers) for layers in ((1, 2), (1, 3))]
     assert len(set(keys)) == 7
-
-
-def test_text_without_an_answer(tmp_path):
-    path = tmp_path / "t.jsonl"
-    path.write_text('{"ids": [1, 2, 3], "prompt_len": 3}\n')
-    with pytest.raises(FasteagleError, match="no conversation with an answer"):
-        read_conversations(path, 60, 100)
 
 
 def test_text_of_another_model_is_named(tmp_path, capsys):

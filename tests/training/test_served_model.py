@@ -180,6 +180,12 @@ def error(message):
     return json.dumps({"error": {"message": message}})
 
 
+def said(content, finish_reason="stop"):
+    """Plan of a whole answer."""
+    choice = {"message": {"content": content}, "finish_reason": finish_reason}
+    return 200, json.dumps({"choices": [choice]})
+
+
 @pytest.mark.parametrize(
     ("plan", "tries", "parts"),
     [
@@ -199,6 +205,7 @@ def error(message):
         ([(200, "null")], 1, ["not a chat completion"]),
         ([(200, "[]")], 1, ["not a chat completion"]),
         ([(200, '{"choices": []}')], 1, ["not a chat completion"]),
+        *(([said(c)], 1, ["not a chat completion"]) for c in (["a"], {"a": 1}, True, 5)),
     ],
 )
 def test_what_the_server_says_is_told_in_a_line(stub, ask, plan, tries, parts):
@@ -262,8 +269,7 @@ def test_what_was_answered_before_an_error_is_kept(stub, ask, tmp_path):
 
 
 def test_an_answer_without_text_is_dropped(stub, ask, tmp_path):
-    empty = {"choices": [{"message": {"content": None}, "finish_reason": "stop"}]}
-    stub.plan = [(200, json.dumps(empty))]
+    stub.plan = [said(None)]
     done = ask(stub.url, "--batch", 1)
     assert done.exit_code == 0 and "1 empty answer" in done.stderr
     assert [line["id"] for line in lines(tmp_path)] == [1, 2]
@@ -289,17 +295,8 @@ def test_ctrl_c_waits_for_no_answer(stub, ask, tiny_dir, tmp_path):
             process.kill()
 
 
-@pytest.mark.parametrize("content", [["a"], {"a": 1}, True, 5])
-def test_an_answer_that_is_no_text_costs_one_line(stub, ask, content):
-    answer = {"choices": [{"message": {"content": content}, "finish_reason": "stop"}]}
-    stub.plan = [(200, json.dumps(answer))]
-    done = ask(stub.url, "--batch", 1)
-    assert done.exit_code == 2 and "the answer is not a chat completion" in done.stderr
-
-
 def test_half_of_a_character_in_an_answer_is_replaced(stub, ask, tiny_dir, tmp_path):
-    answer = {"choices": [{"message": {"content": "so \ud800"}, "finish_reason": "eos_token"}]}
-    stub.plan = [(200, json.dumps(answer))]
+    stub.plan = [said("so \ud800", "eos_token")]
     done = ask(stub.url, "--batch", 1, "--api-key", "")
     assert done.exit_code == 0 and stub.bodies[0]["key"] is None
     ids = lines(tmp_path)[0]["ids"]
