@@ -133,17 +133,17 @@ def write_texts(
     """Return the answers that are complete in time, of all sources in turn."""
     sources, dropped = sources_of(options), Counter[str]()
 
-    def started() -> Iterator[tuple[int, Conversing]]:
+    def started() -> Iterator[Conversing]:
         for number in itertools.count():
             source, place = sources[number % len(sources)], number // len(sources)
             if source.count is None or place < source.count:
-                yield number, source.start(place)
+                yield source.start(place)
 
     texts: list[Conversation] = []
     seen: set[tuple[int, ...]] = set()
     deadline = time.monotonic() + options.write_seconds
     writer = ManyTexts(model, opened.tokenizer, options.slots, options.length)
-    for _, dialogue in hold(started(), writer, options.slots + WAITING):
+    for dialogue in hold(started(), writer, options.slots + WAITING):
         if dialogue.dropped:
             dropped[dialogue.dropped] += 1
         for reply, params in dialogue.answers:

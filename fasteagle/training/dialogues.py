@@ -10,8 +10,7 @@ import dataclasses
 import hashlib
 import json
 import random
-from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -178,11 +177,9 @@ class Answerer(Protocol):
         """Go on answering; return what is answered by now, each with its number."""
 
 
-def hold(
-    started: Iterator[tuple[int, Conversing]], answerer: Answerer, batch: int
-) -> Iterator[tuple[int, Dialogue]]:
-    """Hold numbered conversations, `batch` at a time; yield them in their order, once ended."""
-    order: deque[int] = deque()
+def hold(started: Iterable[Conversing], answerer: Answerer, batch: int) -> Iterator[Dialogue]:
+    """Hold conversations, `batch` at a time; yield them in their order, once ended."""
+    numbered, upcoming = enumerate(started), 0
     active: dict[int, Conversing] = {}
     ended: dict[int, Dialogue] = {}
 
@@ -196,14 +193,14 @@ def hold(
             answerer.begin(number, request)
 
     while True:
-        if len(active) < batch and (new := next(started, None)):
+        if len(active) < batch and (new := next(numbered, None)):
             number, active[number] = new
-            order.append(number)
             advance(number, None)
         elif active:
             for number, reply in answerer.replies():
                 advance(number, reply)
         else:
             return
-        while order and order[0] in ended:
-            yield order[0], ended.pop(order.popleft())
+        while upcoming in ended:
+            yield ended.pop(upcoming)
+            upcoming += 1

@@ -137,9 +137,9 @@ class _Run:
         first, count = self._data.next_number, self._conversations.count
         if first:
             note(f"going on in {self._options.out} at conversation {first + 1:,}")
-        numbers = itertools.count(first) if count is None else iter(range(first, count))
-        started = ((number, self._conversations.start(number)) for number in numbers)
-        for number, dialogue in hold(started, answerer(), self._options.batch):
+        numbers = itertools.count(first) if count is None else range(first, count)
+        dialogues = hold(map(self._conversations.start, numbers), answerer(), self._options.batch)
+        for number, dialogue in enumerate(dialogues, first):
             self._write(number, dialogue)
             if time.perf_counter() - self._reported > REPORT_SECONDS:
                 self._report()
