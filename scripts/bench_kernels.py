@@ -132,13 +132,7 @@ def fused_linears(name: str) -> list[tuple[str, int, int]]:
 
 
 def measure(
-    kernel: str,
-    N: int,
-    K: int,
-    counts: Sequence[int],
-    accumulate: str,
-    repeats: int,
-    device: str = "cuda",
+    kernel: str, N: int, K: int, counts: Sequence[int], accumulate: str, repeats: int, device: str
 ) -> list[tuple[int, float, float]]:
     """Return (rows, microseconds, GB/s) of one kernel; nothing where its library is missing.
 

@@ -17,7 +17,6 @@ from fasteagle.bench.rivals.medusa import save_medusa
 from fasteagle.bench.rivals.train_medusa import train_medusa
 from fasteagle.cli.command import Script
 from fasteagle.cli.options import FILE, RESULT, model_options
-from fasteagle.errors import note
 from fasteagle.loading.open import open_model
 from fasteagle.option_fields import require
 from fasteagle.options import RuntimeOptions
@@ -45,7 +44,7 @@ def main(
     require(0 < settings["lr"] <= 1, f"lr {settings['lr']} is out of range: use > 0 and <= 1")
     engine = open_model(model, runtime_options).loaded(runtime_options).engine
     conversations = read_conversations(data, engine.model.config.vocab_size, engine.max_seq_len)
-    heads, ranks = train_medusa(engine, conversations, notify=note, **settings)
+    heads, ranks = train_medusa(engine, conversations, **settings)
     with replacing(out) as temporary:
         save_medusa(temporary, heads, ranks)
     shares = ", ".join(f"{row[0]:.3f}" for row in ranks)

@@ -18,6 +18,7 @@ from fasteagle.training.loss import autocast, compute_dtype, make_batch, unroll
 from fasteagle.training.parallel import ALONE, Ranks
 
 RANKS = 4  # children of a node whose acceptance is counted
+DEPTH = 5  # of the chains
 TENTHS = 10  # of the probability that the head gives a child
 
 
@@ -65,12 +66,7 @@ def draft_rows(head: EagleHead, target: Transformer) -> Tensor:
 
 @torch.no_grad()
 def evaluate(
-    head: EagleHead,
-    target: Transformer,
-    store: Features,
-    indices: list[int],
-    depth: int = 5,
-    ranks: Ranks = ALONE,
+    head: EagleHead, target: Transformer, store: Features, indices: list[int], ranks: Ranks = ALONE
 ) -> HeldOut:
     """Simulate chain drafting from every answer position of the held-out text.
 
@@ -82,15 +78,15 @@ def evaluate(
     ids = head.target_ids()
     lm_rows = draft_rows(head, target).to(compute_dtype(device))
     n_ranks = min(RANKS, len(ids))
-    hits = torch.zeros(depth, n_ranks, dtype=torch.long)
-    tried = torch.zeros(depth, dtype=torch.long)
-    variation = torch.zeros(depth, 2, dtype=torch.double)  # its sum, and the number of rows
+    hits = torch.zeros(DEPTH, n_ranks, dtype=torch.long)
+    tried = torch.zeros(DEPTH, dtype=torch.long)
+    variation = torch.zeros(DEPTH, 2, dtype=torch.double)  # its sum, and the number of rows
     by_confidence = torch.zeros(TENTHS, 2, dtype=torch.long)
     for i in ranks.share(indices):
         batch = make_batch(store, [i], device)
         embeds = head.embedding.weight[batch.tokens].float()
         with autocast(device):
-            outputs = unroll(head, embeds, batch.features, depth)
+            outputs = unroll(head, embeds, batch.features, DEPTH)
         wanted = target.lm_head(batch.targets[0].to(target.norm.weight.dtype)).float()
         best, p = wanted.argmax(-1), wanted.softmax(-1)[:, ids.to(device)]
         alive = torch.ones_like(best, dtype=torch.bool)
@@ -119,7 +115,7 @@ def evaluate(
     shares = hits.double() / tried.clamp(min=1).unsqueeze(1)
     by_rank = tuple(map(tuple, shares.tolist()))
     alphas = tuple(level[0] for level in by_rank)
-    tau = 1 + sum(math.prod(alphas[: step + 1]) for step in range(depth))
+    tau = 1 + sum(math.prod(alphas[: step + 1]) for step in range(DEPTH))
     tv = tuple((variation[:, 0] / variation[:, 1].clamp(min=1)).tolist())
     tenths = tuple((drafted, hit) for drafted, hit in by_confidence.tolist())
     return HeldOut(alphas, tau, int(tried[0]), by_rank, tv, tenths)

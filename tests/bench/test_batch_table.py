@@ -5,17 +5,31 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 
+import pytest
+
 from fasteagle.answering.several import Answers
 from fasteagle.bench import several
 
 
-def test_a_table_of_sizes(script, questions, tiny_dir, tmp_path, monkeypatch):
+@pytest.fixture
+def run(script, questions, tiny_dir, monkeypatch):
+    """Runs the script in one round; returns the lines that it prints."""
     monkeypatch.setattr(several, "ROUNDS", 1)
-    arguments = ["--model", tiny_dir, "--data", questions, "--precision", "fp32", "--md"]
-    arguments += ["--json", tmp_path / "record.json"]
-    result = script(*arguments, "--batch", "1,2", "--max-new-tokens", 6, "--no-compile")
-    assert result.exit_code == 0, result.stderr
-    heading, _, *rows, memory = result.stdout.splitlines()
+
+    def run(batch, n_tokens, *words):
+        words = ("--batch", batch, "--max-new-tokens", n_tokens, *words)
+        done = script("--model", tiny_dir, "--data", questions, *words)
+        assert done.exit_code == 0, done.stderr
+        return done.stdout.splitlines()
+
+    return run
+
+
+DENSE = ("--precision", "fp32", "--no-compile", "--md")
+
+
+def test_a_table_of_sizes(run, tmp_path):
+    heading, _, *rows, memory = run("1,2", 6, *DENSE, "--json", tmp_path / "record.json")
     assert heading.startswith("| at once | plain tok/s | x one |")
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     assert [(row[0], row[-1]) for row in cells] == [("1", "3 of 3"), ("2", "3 of 3")]
@@ -31,13 +45,9 @@ def test_a_table_of_sizes(script, questions, tiny_dir, tmp_path, monkeypatch):
     assert "KV cache; memory is free for" in memory
 
 
-def test_what_a_barrier_took_is_told(script, questions, tiny_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr(several, "ROUNDS", 1)
-    arguments = ["--model", tiny_dir, "--data", questions, "--int8", "--json", tmp_path / "r.json"]
+def test_what_a_barrier_took_is_told(run, tmp_path):
     for threads in (2, 1):
-        result = script(*arguments, "--batch", 2, "--max-new-tokens", 3, "--threads", threads)
-        assert result.exit_code == 0, result.stderr
-        line = result.stdout.splitlines()[-1]
+        *_, line = run(2, 3, "--int8", "--json", tmp_path / "r.json", "--threads", threads)
         (row,) = json.loads((tmp_path / "r.json").read_text())["rows"]
         assert len(row["barriers"]) == 2 and min(row["barriers"]) > 0
         assert threads == 2 or max(row["barriers"]) < 5, "one thread waits for nobody"
@@ -51,7 +61,7 @@ def test_speeds_are_medians_over_plain_decoding_alone_and_beside():
     assert size.cells() == ("4", "22.0", "2.20", "33.0", "3.30", "1.50", "2 of 3")
 
 
-def test_each_run_computes_its_prompts(script, questions, tiny_dir, monkeypatch):
+def test_each_run_computes_its_prompts(run, monkeypatch):
     monkeypatch.setattr(several, "ROUNDS", 2)
     real, cached, drafting = Answers.all, [], []
 
@@ -62,16 +72,13 @@ def test_each_run_computes_its_prompts(script, questions, tiny_dir, monkeypatch)
         return answers
 
     monkeypatch.setattr(Answers, "all", counted)
-    arguments = ["--model", tiny_dir, "--data", questions, "--precision", "fp32"]
-    result = script(*arguments, "--batch", "3", "--max-new-tokens", 3, "--no-compile")
-    assert result.exit_code == 0, result.stderr
+    run(3, 3, *DENSE)
     assert drafting == [{False}, *[{False}, {True}] * 4]
     assert not any(counts[0] for counts in cached)
     assert cached[1:5] == cached[5:] and cached[1:4:2] == cached[2:5:2], "in all rounds, both ways"
 
 
-def test_a_text_that_differs_is_seen(script, questions, tiny_dir, monkeypatch):
-    monkeypatch.setattr(several, "ROUNDS", 1)
+def test_a_text_that_differs_is_seen(run, monkeypatch):
     real = Answers.all
 
     def wrong(self, requests, size):
@@ -81,9 +88,7 @@ def test_a_text_that_differs_is_seen(script, questions, tiny_dir, monkeypatch):
         return answers
 
     monkeypatch.setattr(Answers, "all", wrong)
-    arguments = ["--model", tiny_dir, "--data", questions, "--precision", "fp32", "--md"]
-    result = script(*arguments, "--batch", "2", "--max-new-tokens", 3, "--no-compile")
-    (row,) = result.stdout.splitlines()[2:-1]  # that of plain decoding alone was not asked for
+    (row,) = run(2, 3, *DENSE)[2:-1]  # that of plain decoding alone was not asked for
     assert row.endswith("| 2 of 3 |")
 
 

@@ -32,9 +32,12 @@ def row_of(*turns, name="plain", weight_bytes=10**9, tree=None, auto_shares=None
     return Row(name, "bf16", decoder, weight_bytes, questions=[[*turns]], **values)
 
 
+def report_of(*rows):
+    return build_report(rows, BenchOptions(), RuntimeOptions(device="cpu"), save_outputs=False)
+
+
 def reported(*rows):
-    report = build_report(rows, BenchOptions(), RuntimeOptions(device="cpu"), save_outputs=False)
-    return report["rows"]
+    return report_of(*rows)["rows"]
 
 
 def test_arithmetic_of_a_row():
@@ -101,18 +104,16 @@ def test_bandwidth_use_where_the_bandwidth_is_known(monkeypatch):
     assert record["mbu"] == pytest.approx(0.25)
     assert record["context"] == 100.5  # halfway through the answer
     row.kv_bytes = int(9.36e9 / 100.5)  # the cache is read too: as much again
-    report = build_report([row], BenchOptions(), RuntimeOptions(device="cpu"), save_outputs=False)
+    report = report_of(row)
     assert report["rows"][0]["mbu"] == pytest.approx(0.5)
     said = conditions(report)
     assert "MBU of 936.0 GB/s (data sheet of RTX 3090)" in said and "barrier" not in said
 
 
-def test_what_a_barrier_took_is_told(monkeypatch):
-    bandwidth = Bandwidth(936, "data sheet of RTX 3090", 850)
-    monkeypatch.setattr("fasteagle.bench.report.memory_bandwidth", lambda *device: bandwidth)
+def test_what_a_barrier_took_is_told():
     rows = [row_of(Turn([1] * 51, 0.5, 1.0, 25)) for _ in range(3)]
     rows[0].barriers, rows[2].barriers = [40.0, 310.0, 60.4], [299.6]
-    report = build_report(rows, BenchOptions(), RuntimeOptions(device="cpu"), save_outputs=False)
+    report = report_of(*rows)
     assert [record["barrier_ns"] for record in report["rows"]] == [60.4, None, 299.6]
     assert "; a barrier of the threads: 60 to 300 ns" in conditions(report)
 

@@ -5,14 +5,14 @@ Shapes: D model dim, V vocabulary, K heads, B positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fasteagle.bench.rivals.medusa import HEADS, RANKS, MedusaHeads, Ranks, targets_of
-from fasteagle.errors import FasteagleError
+from fasteagle.errors import FasteagleError, note
 from fasteagle.generate import Engine
 from fasteagle.prompts import Conversation
 
@@ -46,7 +46,6 @@ def train_medusa(
     epochs: int,
     lr: float,
     batch: int = 256,
-    notify: Callable[[str], None],
 ) -> tuple[MedusaHeads, Ranks]:
     """Fit Medusa's heads by cross-entropy, the target frozen; rank them on held-out text."""
     held_out = conversations[::HELD_OUT]
@@ -70,7 +69,7 @@ def train_medusa(
             optimizer.step()
             schedule.step()
             total += float(loss.detach()) * len(chosen)
-        notify(f"epoch {epoch + 1} of {epochs}: loss {total / len(features):.3f}")
+        note(f"epoch {epoch + 1} of {epochs}: loss {total / len(features):.3f}")
     return heads.eval(), measure_ranks(heads, *measured_on, lm_rows)
 
 
