@@ -209,7 +209,7 @@ def train(
         chosen = dataclasses.replace(options, steps=steps)
         return Trainer(head, target, store, held_out, loss_ids, chosen, out)
 
-    each = trainer(copy.deepcopy(head), PROBE).seconds_a_step(PROBE)
+    each = trainer(copy.deepcopy(head), PROBE).seconds_a_step()
     run = trainer(head, max(EVALUATIONS, int(recipe.seconds / each)))
     steps = run.options.steps
     note(f"{recipe.name}: {steps:,} steps of {1e3 * each:.1f} ms; before: {run.evaluate()}")

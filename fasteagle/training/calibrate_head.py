@@ -211,7 +211,7 @@ def _calibrate(
 
     def steps_within() -> int:
         """Return the number of steps that fit into --minutes, by the time of a few of them."""
-        seconds = student(PROBED_STEPS).seconds_a_step(PROBED_STEPS)
+        seconds = student(PROBED_STEPS).seconds_a_step()
         left = 60 * options.minutes - work.seconds
         return max(FEWEST_STEPS, int(left / (1.3 * seconds)))  # evaluations take the 0.3
 

@@ -77,15 +77,6 @@ def new_head(target: Transformer, draft_ids: Tensor, options: TrainOptions) -> E
 
 SAVE_SECONDS = 60.0  # most of a run's work that an interruption costs
 
-_STATE = {  # of a run: what is saved, and its type
-    "head": dict,
-    "optimizer": dict,
-    "step": int,
-    "history": list,
-    "identity": str,
-    "options": dict,
-}
-
 
 class Trainer:
     """One training run in one folder; `run` continues exactly where a killed run stopped."""
@@ -132,11 +123,14 @@ class Trainer:
 
     def resume(self) -> bool:
         """Load the last checkpoint, if there is one; raise `FasteagleError` on other options."""
-        path = self.folder / "state.pt"
+        path, remedy = self.folder / "state.pt", "remove it, or give another --out"
         if not path.exists():
             return False
-        state = self._read_state(path)
-        require_same(self.folder, state["options"], self._saved_options())
+        own, state = self._state(), unpickled(path, fix=remedy)
+        is_ours = isinstance(state, dict) and state.keys() == own.keys()
+        if not is_ours or not all(isinstance(state[key], type(own[key])) for key in own):
+            raise FasteagleError(f"{path} is no state of a training: {remedy}")
+        require_same(self.folder, state["options"], own["options"])
         if state["identity"] != self.identity:
             raise FasteagleError(
                 f"{self.folder} was begun with another model or other text: give the same --model, "
@@ -147,31 +141,21 @@ class Trainer:
         self.step, self.history = state["step"], state["history"]
         return True
 
-    def _read_state(self, path: Path) -> dict[str, Any]:
-        """Read a checkpoint; raise `FasteagleError` for a file that `save` has not written."""
-        remedy = "remove it, or give another --out"
-        state, kinds = unpickled(path, fix=remedy), _STATE
-        is_ours = isinstance(state, dict) and state.keys() == kinds.keys()
-        if not is_ours or not all(isinstance(state[key], kinds[key]) for key in kinds):
-            raise FasteagleError(f"{path} is no state of a training: {remedy}")
-        return state
-
     def save(self) -> None:
         """Write everything `resume` needs; the old checkpoint is kept until the new one is done."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        state = {
+        with replacing(self.folder / "state.pt") as temporary:
+            torch.save(self._state(), temporary)
+
+    def _state(self) -> dict[str, Any]:
+        return {
             "head": self.head.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "step": self.step,
             "history": self.history,
             "identity": self.identity,
-            "options": self._saved_options(),
+            "options": json.loads(json.dumps(dataclasses.asdict(self.options))),
         }
-        with replacing(self.folder / "state.pt") as temporary:
-            torch.save(state, temporary)
-
-    def _saved_options(self) -> dict[str, Any]:
-        return json.loads(json.dumps(dataclasses.asdict(self.options)))
 
     def run(self, every: int = 200, save_every: int = 50, patience: int | None = None) -> None:
         """Train to `options.steps`, or until 0-alpha did not improve for `patience` evaluations."""
@@ -203,11 +187,12 @@ class Trainer:
                 if patience and self._stalled(patience):
                     return
 
-    def seconds_a_step(self, n: int) -> float:
-        """Return the median time of a step, by `n` steps, the first ones aside.
+    def seconds_a_step(self) -> float:
+        """Return the median time of a step, by all of them, the first ones aside.
 
         They train the draft head: it should be a copy.
         """
+        n = self.options.steps
         times = [time.perf_counter() for _ in itertools.islice(self._steps(), n)]
         return statistics.median(b - a for a, b in itertools.pairwise(times[n // 4 :]))
 

@@ -229,7 +229,7 @@ def test_half_of_the_time_is_for_text_and_the_rest_for_steps(
 ):
     now, enough, steps = [0.0], [], []
     monkeypatch.setattr(calibrate_head.Work, "seconds", property(lambda work: now[0]))
-    monkeypatch.setattr(Trainer, "seconds_a_step", lambda trainer, n: 0.1)
+    monkeypatch.setattr(Trainer, "seconds_a_step", lambda trainer: 0.1)
 
     def write_text(target, data, is_enough):
         for n, now[0] in ((24, 59.0), (23, 61.0), (24, 61.0)):
