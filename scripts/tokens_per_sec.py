@@ -87,14 +87,15 @@ def main(
     options = BenchOptions(model, precisions=precisions, **settings)
     if plot_path:
         check_plot(plot_path)
-    check_simulated(options, runtime_options, load_format == "dummy")
+    dummy = open_dummy(model) if load_format == "dummy" else None
+    check_simulated(options, runtime_options, dummy)
     questions = read_questions(options.data)[: options.limit]
     if batch is not None:
         report = several(batch, options, runtime_options, questions, md)
         if json_path:
             write_json(json_path, report)
         return
-    opened = open_dummy(model) if load_format == "dummy" else open_model(model, runtime_options)
+    opened = dummy or open_model(model, runtime_options)
     measured = run(options, runtime_options, opened, questions)
     if not measured:  # transformers runs dense weights only, gpt-fast int4
         raise FasteagleError(

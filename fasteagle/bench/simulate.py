@@ -14,34 +14,36 @@ import torch
 from fasteagle.bench.options import BenchOptions
 from fasteagle.bench.row_spec import check_tau
 from fasteagle.config import HeadConfig
-from fasteagle.device import pick_device
 from fasteagle.drafting.base import Drafter
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading.heads.find import head_shape
 from fasteagle.loading.make_drafter import tree_drafter
+from fasteagle.loading.open import OpenedModel
 from fasteagle.loading.source import has_native, quantize_head_
 from fasteagle.loading.tensors import Checkpoint
 from fasteagle.model import EagleHead, make_head
 from fasteagle.options import DraftOptions, RuntimeOptions
 
 
-def check_simulated(options: BenchOptions, runtime: RuntimeOptions, is_dummy: bool) -> None:
-    """Raise `FasteagleError` unless every eagle row could reach `simulate_tau`."""
+def check_simulated(
+    options: BenchOptions, runtime: RuntimeOptions, dummy: OpenedModel | None
+) -> None:
+    """Raise `FasteagleError` unless every eagle row could reach `simulate_tau`.
+
+    `dummy` is the model where its weights are random.
+    """
     tau = options.simulate_tau
     if tau is None:
         return
     flag = f"simulate-tau {tau:g}"
-    if not is_dummy:
+    if dummy is None:
         raise FasteagleError(f"{flag} is for random weights: add --load-format dummy, or drop it")
     drafting = [row for row in options.specs if row.has_head]
     if not drafting:
         raise FasteagleError(f"{flag} needs a row that drafts with a head: add eagle to --rows")
-    on_cpu = pick_device(runtime.device).type == "cpu"
     for precision in options.precisions:
-        at = runtime.at(precision)
-        # torchao's formats leave the draft head dense, and the tree as it is for a dense target.
-        quantized_on_cpu = on_cpu and at.quant is not None and at.backend == "fasteagle"
+        quantized_on_cpu = dummy.quantized_on_cpu(runtime.at(precision))
         for row in drafting:
             tree = row.planned_tree(options.draft, quantized_on_cpu)
             assert tree is not None, "eagle rows draft"
