@@ -11,8 +11,6 @@ from fasteagle.option_fields import check, option
 from fasteagle.options import DEFAULT_MODEL, DraftOptions, SamplingParams
 from fasteagle.quant.scheme import check_precision
 
-TREE_VALUES = ("cumulative", "confidence")  # what ranks a node
-DEFAULT_ROWS = ("hf", "plain", "eagle")
 PRECISIONS = ("auto", "bf16", "fp16", "fp32", "int8", "int4", "a scheme like int4-g64-hqq")
 
 
@@ -49,7 +47,7 @@ class BenchOptions:
 
     model: str = DEFAULT_MODEL
     rows: tuple[str, ...] = option(
-        DEFAULT_ROWS,
+        ("hf", "plain", "eagle"),
         f"Comma list of {', '.join(ROW_NAMES)}, or eagle@DEPTH/TOPK/NODES; ROW=HEAD drafts with a "
         "head of its own.",
         kind="comma list",
@@ -69,7 +67,9 @@ class BenchOptions:
         None, "Heads of the medusa row, by scripts/train_medusa.py.", kind="file"
     )
     tree_value: str = option(
-        "cumulative", "confidence: EAGLE-2's ablation without cumulative scores.", kind=TREE_VALUES
+        "cumulative",
+        "confidence: EAGLE-2's ablation without cumulative scores.",
+        kind=("cumulative", "confidence"),
     )
     rerank: bool = option(
         True, "--no-rerank is EAGLE-2's ablation: nodes as drafted.", flag="--rerank/--no-rerank"

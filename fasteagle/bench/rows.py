@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 from fasteagle.decoding.stats import Stats
 from fasteagle.generate import Engine
-from fasteagle.llm import LLM
 from fasteagle.options import SamplingParams
 from fasteagle.quant.scheme import Scheme
 from fasteagle.shapes import AnyShape
@@ -49,23 +48,22 @@ class Decoder:
         """Let go of the model, and note what was drafted."""
 
 
-class LLMDecoder(Decoder):
-    """Decoder with a model of ours; keeps the KV cache over the turns of a question.
+class EngineDecoder(Decoder):
+    """Decoder with an engine of ours; keeps the KV cache over the turns of a question.
 
     It times the engine alone, without the making of text from tokens.
     """
 
     engine: Engine
 
-    def __init__(self, llm: LLM, params: SamplingParams) -> None:
-        self.llm, self.engine, self.params = llm, llm.engine, params
+    def __init__(self, engine: Engine, params: SamplingParams, eos_ids: frozenset[int]) -> None:
+        self.engine, self.params, self.eos_ids = engine, params, eos_ids
 
     def restart(self) -> None:
         self.engine.restart()
 
     def turn(self, prompt: list[int], max_new_tokens: int) -> Turn:
-        eos_ids = self.llm.tokenizer.eos_ids
-        chunks = list(self.engine.generate(prompt, self.params, max_new_tokens, eos_ids))
+        chunks = list(self.engine.generate(prompt, self.params, max_new_tokens, self.eos_ids))
         stats = self.engine.stats
         sizes = (len(ids) for ids in chunks[1:])
         return Turn(
@@ -84,7 +82,7 @@ class LLMDecoder(Decoder):
             self.tree = drafter.shape
             if policy := drafter.policy:
                 self.auto, self.auto_shares = policy.explain(), policy.shares()
-        del self.llm, self.engine
+        del self.engine
 
 
 @dataclasses.dataclass

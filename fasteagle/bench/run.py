@@ -1,7 +1,7 @@
 """Benchmark of tokens per second: rows answer each question in turn, in one run.
 
 A row is one way to decode at one precision. Rows take turns prompt by prompt, so that a machine
-that slows down slows them all. Our own rows are `LLM`s over one copy of the weights, loaded and
+that slows down slows them all. Our own rows are engines over one copy of the weights, loaded and
 given their drafters as chat and server do it. See `scripts/tokens_per_sec.py` for the command.
 """
 
@@ -20,7 +20,7 @@ from fasteagle.bench.rivals.ablation import AblatedDrafter
 from fasteagle.bench.rivals.gpt_fast import GptFastDecoder, Job, gpt_fast_scheme
 from fasteagle.bench.roofline import Storage
 from fasteagle.bench.row_spec import RIVALS, RowSpec
-from fasteagle.bench.rows import Decoder, LLMDecoder, Row
+from fasteagle.bench.rows import Decoder, EngineDecoder, Row
 from fasteagle.bench.simulate import dummy_drafter
 from fasteagle.compile.blocks import compile_now
 from fasteagle.compile.costs import tune_now
@@ -30,7 +30,6 @@ from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import note, with_progress
 from fasteagle.generate import Engine
-from fasteagle.llm import LLM
 from fasteagle.loading.checkpoint import required_bytes
 from fasteagle.loading.make_drafter import Drafting, check_draft, plan_drafting
 from fasteagle.loading.open import OpenedModel, PreparedModel
@@ -165,9 +164,9 @@ def build_rows(
             )
         else:
             assert base is not None, "it has been loaded for these rows"
-            llm = LLM(prepared.name, base.sibling(base.cache), opened.tokenizer)
-            llm.engine.use(_drafter(spec, llm.engine, options, opened, prepared))
-            decoder = LLMDecoder(llm, options.params)
+            engine = base.sibling(base.cache)
+            engine.use(_drafter(spec, engine, options, opened, prepared))
+            decoder = EngineDecoder(engine, options.params, opened.tokenizer.eos_ids)
         size = TORCH_DTYPES[dtype].itemsize
         kv = "auto" if spec.has_own_weights else runtime.kv
         rows.append(

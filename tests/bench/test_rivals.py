@@ -185,12 +185,8 @@ def test_trained_heads_are_accepted_and_kept(target, tmp_path, capsys):
 
 
 def test_files_that_are_no_heads(tmp_path):
-    path = tmp_path / "file"
-    with pytest.raises(FasteagleError, match="scripts/train_medusa.py"):
-        load_medusa(path, 32)
-    path.write_bytes(b"no tensors")
-    with pytest.raises(FasteagleError, match="scripts/train_medusa.py"):
-        load_medusa(path, 32)
-    save_file({"x": torch.zeros(1)}, path)
-    with pytest.raises(FasteagleError, match="scripts/train_medusa.py"):
-        load_medusa(path, 32)
+    (tmp_path / "text").write_bytes(b"no tensors")
+    save_file({"x": torch.zeros(1)}, tmp_path / "others")
+    for name in ("missing", "text", "others"):
+        with pytest.raises(FasteagleError, match="scripts/train_medusa.py"):
+            load_medusa(tmp_path / name, 32)

@@ -15,7 +15,7 @@ from fasteagle.bench.measure import Bandwidth
 from fasteagle.bench.options import BenchOptions
 from fasteagle.bench.report import build_report, conditions
 from fasteagle.bench.row_spec import RowSpec
-from fasteagle.bench.rows import Decoder, LLMDecoder, Row, Turn, percentile
+from fasteagle.bench.rows import Decoder, EngineDecoder, Row, Turn, percentile
 from fasteagle.decoding.stats import Stats
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.errors import FasteagleError
@@ -70,8 +70,7 @@ def test_latency_of_a_token_is_its_share_of_its_chunk():
 
 def test_a_turn_of_a_model_is_what_its_engine_did(target):
     engine, same = (Engine(target, 128, drafter=NgramDrafter(4)) for _ in range(2))
-    llm = SimpleNamespace(engine=engine, tokenizer=SimpleNamespace(eos_ids=frozenset()))
-    decoder = LLMDecoder(llm, SamplingParams())
+    decoder = EngineDecoder(engine, SamplingParams(), frozenset())
     prompt = [5, 6, 7, 8] * 4
     one, two = (decoder.turn(prompt, 40) for _ in range(2))
     chunks = [*same.generate(prompt, SamplingParams(), 40)]

@@ -17,7 +17,7 @@ from fasteagle.bench.options import BenchOptions
 from fasteagle.bench.report import build_report, print_report
 from fasteagle.bench.rivals.medusa import HEADS, RANKS, MedusaHeads, save_medusa
 from fasteagle.bench.row_spec import ROW_NAMES, RowSpec
-from fasteagle.bench.rows import LLMDecoder
+from fasteagle.bench.rows import EngineDecoder
 from fasteagle.bench.run import run
 from fasteagle.decoding.runner import Runner
 from fasteagle.errors import FasteagleError
@@ -166,7 +166,7 @@ def test_a_question_that_is_too_long_is_refused_before_any_is_answered(
 
 def test_rows_take_turns_and_each_has_its_own_history(tiny_dir, questions, monkeypatch):
     calls = []
-    for kind in (HFDecoder, LLMDecoder):
+    for kind in (HFDecoder, EngineDecoder):
         original = kind.turn
 
         def turn(self, prompt, n, original=original, kind=kind):
@@ -177,8 +177,8 @@ def test_rows_take_turns_and_each_has_its_own_history(tiny_dir, questions, monke
         monkeypatch.setattr(kind, "turn", turn)
     measure(tiny_dir, questions, limit=2)
     names = [name for name, _, _ in calls]
-    assert names[:2] == ["HFDecoder", "LLMDecoder"]  # warm-up
-    assert names[2:] == ["HFDecoder"] * 2 + ["LLMDecoder"] * 2 + ["HFDecoder", "LLMDecoder"]
+    assert names[:2] == ["HFDecoder", "EngineDecoder"]  # warm-up
+    assert names[2:] == ["HFDecoder"] * 2 + ["EngineDecoder"] * 2 + ["HFDecoder", "EngineDecoder"]
     tokenizer = load_tokenizer(tiny_dir)
     for first, second in ((2, 3), (4, 5)):
         messages = [
@@ -193,7 +193,7 @@ def test_our_rows_share_weights_and_one_kv_cache(tiny_dir):
     """One cache of 4k is 2 GB at 7B: the rows of a table must not each have one."""
     options = BenchOptions(str(tiny_dir), ("plain", "ngram"), compile=False)
     rows = bench.build_rows("fp32", options, open_model(str(tiny_dir)), CPU)
-    engines = [row.decoder.llm.engine for row in rows]
+    engines = [row.decoder.engine for row in rows]
     assert len({id(engine.cache) for engine in engines}) == 1
     assert len({id(engine.model) for engine in engines}) == 1
     assert len({id(engine.state) for engine in engines}) == 2

@@ -23,6 +23,15 @@ def test_seeds_may_hold_any_character(tmp_path):
             read_seeds(path)
 
 
+def end_of(conversing, *replies):
+    """The dialogue of a conversation that these replies end."""
+    next(conversing)
+    with pytest.raises(StopIteration) as ended:
+        for reply in replies:
+            conversing.send(reply)
+    return ended.value.value
+
+
 def test_a_few_seeds_are_shown_and_an_instruction_is_a_text(tmp_path):
     path = tmp_path / "seeds.jsonl"
     path.write_text("".join(json.dumps({"instruction": c * n}) + "\n" for c, n in SEEDS))
@@ -32,11 +41,8 @@ def test_a_few_seeds_are_shown_and_an_instruction_is_a_text(tmp_path):
     assert len(asked.messages) == 2 * 2 + 1, "two are short enough"
     answered = conversing.send(Reply([1], [2, 3, 4], "a task", False))
     assert answered.params.seed != asked.params.seed, "else both draw by the same noise"
-    conversing = conversations.start(0)
-    next(conversing)
-    with pytest.raises(StopIteration) as ended:
-        conversing.send(Reply([1], [2, 3, 4], " \n", False))
-    assert ended.value.value.dropped == "instruction without an end"
+    ended = end_of(conversations.start(0), Reply([1], [2, 3, 4], " \n", False))
+    assert ended.dropped == "instruction without an end"
     options = (DataOptions(seeds=path, count=1, seed=n, out=tmp_path / "t") for n in range(5))
     orders = {str(next(Conversations(each).start(0)).messages) for each in options}
     assert len(orders) == 2, "another seed shows them in another order"
@@ -74,9 +80,6 @@ def test_an_answer_that_quotes_a_benchmark_ends_the_conversation(tmp_path):
 def test_an_answer_that_repeats_itself_is_a_cut_one(tmp_path, drop_cut):
     prompts = write_questions(tmp_path / "prompts.jsonl", ["one"])
     options = DataOptions(prompts=prompts, drop_cut=drop_cut, out=tmp_path / "t.jsonl")
-    conversing = Conversations(options).start(0)
-    next(conversing)
-    with pytest.raises(StopIteration) as ended:
-        conversing.send(Reply([1], [*range(10), *[5] * 60], "text", False))
-    dialogue = ended.value.value
+    reply = Reply([1], [*range(10), *[5] * 60], "text", False)
+    dialogue = end_of(Conversations(options).start(0), reply)
     assert dialogue.dropped == "repetition" and len(dialogue.answers) == (not drop_cut)

@@ -18,11 +18,10 @@ from typing import Any
 import torch
 
 from fasteagle.bench.measure import peak_bytes, reset_peak
-from fasteagle.bench.rows import Decoder, LLMDecoder, Turn
+from fasteagle.bench.rows import Decoder, EngineDecoder, Turn
 from fasteagle.compile.blocks import compile_now
 from fasteagle.config import ModelConfig
 from fasteagle.errors import FasteagleError, first_line
-from fasteagle.llm import LLM
 from fasteagle.loading.open import OpenedModel, open_model
 from fasteagle.loading.tensors import DummyCheckpoint
 from fasteagle.loading.tokenizer import dummy_tokenizer
@@ -97,7 +96,7 @@ def _turn(job: Job, prompt: list[int], max_new_tokens: int) -> tuple[Turn, int]:
 
 
 @functools.cache  # the process has one job
-def _decoder(job: Job) -> LLMDecoder:
+def _decoder(job: Job) -> EngineDecoder:
     if job.dummy is None:
         opened = open_model(job.model, job.runtime, lambda line: None)
     else:
@@ -108,4 +107,4 @@ def _decoder(job: Job) -> LLMDecoder:
     engine = opened.prepared(options, lambda line: None).engine()
     if job.compile:
         compile_now(engine, job.params)
-    return LLMDecoder(LLM(opened.name, engine, opened.tokenizer), job.params)
+    return EngineDecoder(engine, job.params, opened.tokenizer.eos_ids)
