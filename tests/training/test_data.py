@@ -16,6 +16,7 @@ from fasteagle.training.data import (
     cached_features,
     choose_held_out,
     frequent_tokens,
+    live_features,
     shards_of,
     store_key,
 )
@@ -34,7 +35,7 @@ def test_features_are_the_targets_and_shards_resume(target, tmp_path, small_shar
     free_space = "fasteagle.training.data.require_free_space"
     monkeypatch.setattr(free_space, lambda folder, n_bytes, task: needs.append(n_bytes))
     text, engine = talk(target, 12), Engine(target, 256)
-    store = cached_features(engine, text, tmp_path / "f")
+    store, live = cached_features(engine, text, tmp_path / "f"), live_features(engine, text)
     shards = sorted((tmp_path / "f").iterdir())
     sizes = [sum(len(c.ids) for c in group) for group in shards_of(text).values()]
     assert len(shards) == len(sizes) > 2 and len(store) == 12
@@ -43,6 +44,7 @@ def test_features_are_the_targets_and_shards_resume(target, tmp_path, small_shar
         ids, features = store.conversation(i)
         assert ids.tolist() == conversation.ids
         assert torch.equal(features, engine.features(conversation.ids).bfloat16())
+        assert torch.equal(features, live.conversation(i)[1])
     shards[-1].unlink()
     before = [path.stat().st_mtime_ns for path in shards[:-1]]
     again = cached_features(engine, text, tmp_path / "f")

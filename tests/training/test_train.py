@@ -13,7 +13,7 @@ import torch
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.prompts import Conversation
-from fasteagle.training.data import cached_features, live_features
+from fasteagle.training.data import cached_features
 from fasteagle.training.held_out import HeldOut, evaluate
 from fasteagle.training.loss import unroll
 from fasteagle.training.options import TrainOptions
@@ -30,18 +30,6 @@ def test_held_out_conversations_are_not_trained_on(trainer, store, monkeypatch):
     monkeypatch.setattr(store, "conversation", lambda i: (batched.append(i), read(i))[1])
     made.run()
     assert set(batched) == set(range(3, len(store))) and set(made.held_out) == {0, 1, 2}
-
-
-def test_live_features_train_the_same_head(trainer, target, text, store):
-    live = live_features(Engine(target, 256), text)
-    heads = []
-    for name, source in (("cached", store), ("live", live)):
-        made = trainer(folder=name, store=source)
-        made.run()
-        heads.append(made.head.state_dict())
-        assert [list(e["alphas"]) for e in made.history]
-    for name, cached in heads[0].items():
-        assert torch.allclose(cached, heads[1][name], atol=2e-3), name
 
 
 def test_an_unroll_longer_than_every_answer(trainer, target, text, tmp_path):
