@@ -195,22 +195,19 @@ def test_a_row_may_name_its_tree_and_its_head(name, tree):
         assert str(row) == label and draft.head == head and row.has_head
 
 
-def test_layers_of_the_head_are_for_rows_that_have_one():
-    draft = DraftOptions(head="own", tap_layers=(1, 2, 3))
-    rows = {name: RowSpec(name).draft_options(draft).tap_layers for name in ("eagle", "ngram")}
-    assert rows == {"eagle": (1, 2, 3), "ngram": None}
-
-
-def test_files_to_quote_are_for_rows_that_look_up():
-    draft = DraftOptions(lookup=(Path("a.txt"),))
-    looked_up = [RowSpec(n).draft_options(draft).lookup for n in ("eagle", "fused", "ngram")]
-    assert looked_up == [(), draft.lookup, draft.lookup]
-
-
-def test_sampled_children_are_for_rows_of_static_trees():
-    draft = DraftOptions(drafter="eagle-static", verify="multi-round")
-    verify = [RowSpec(n).draft_options(draft).verify for n in ("eagle", "ngram", "eagle-chain")]
-    assert verify == ["match", "match", "multi-round"]
+@pytest.mark.parametrize(
+    ("options", "rows"),
+    [
+        ({"tap_layers": (1, 2, 3), "head": "own"}, "eagle fused eagle-chain"),
+        ({"lookup": (Path("a.txt"),)}, "fused ngram"),
+        ({"verify": "multi-round", "drafter": "eagle-static"}, "eagle-chain"),
+    ],
+)
+def test_options_are_for_rows_that_read_them(options, rows):
+    draft, name = DraftOptions(**options), next(iter(options))
+    for row in ("eagle", "fused", "ngram", "eagle-chain"):
+        read = getattr(RowSpec(row).draft_options(draft), name)
+        assert read == (options[name] if row in rows.split() else getattr(DraftOptions(), name))
 
 
 def test_the_usual_trees():
