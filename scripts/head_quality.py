@@ -26,7 +26,7 @@ from fasteagle.prompts import read_conversations
 from fasteagle.tables import Rows, markdown_table
 from fasteagle.training.calibrate_head import usual_head
 from fasteagle.training.data import live_features
-from fasteagle.training.held_out import TENTHS, HeldOut, evaluate, ready_head
+from fasteagle.training.held_out import TENTHS, HeldOut, evaluate
 
 
 @click.command(cls=Script)
@@ -59,7 +59,8 @@ def main(
     qualities: dict[str, HeldOut] = {}
     for head in loaded:
         text = live_features(engine, conversations, head.head.config.aux_layers)
-        held = evaluate(ready_head(head.head, engine), engine.model, text, list(range(len(text))))
+        head.head.borrow(engine.model, engine.max_seq_len)
+        held = evaluate(head.head.float(), engine.model, text, list(range(len(text))))
         qualities[head.origin] = held
     print(
         markdown_table(*by_depth(qualities)), markdown_table(*by_confidence(qualities)), sep="\n\n"

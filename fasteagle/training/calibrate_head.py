@@ -39,7 +39,6 @@ from fasteagle.quant.scheme import Scheme
 from fasteagle.training.data import cached_features, choose_held_out, store_key
 from fasteagle.training.data_file import note_other_writer, require_same
 from fasteagle.training.generate_data import write_text
-from fasteagle.training.held_out import evaluate, ready_head
 from fasteagle.training.options import CalibrateOptions, DataOptions, TrainOptions
 from fasteagle.training.train import Trainer, head_header
 from fasteagle.training.train_head import check_trainable, with_draft_vocab
@@ -198,8 +197,6 @@ def _calibrate(
     held_out = choose_held_out(conversations, max(8, len(conversations) // 8))
     training = [c for i, c in enumerate(conversations) if i not in set(held_out)]
     first = with_draft_vocab(head.head, training, engine.model, options.draft_vocab)
-    before = evaluate(ready_head(first, engine), engine.model, store, held_out)
-    note(f"before: {before}")
 
     def student(n_steps: int) -> Trainer:
         """Return the training of a copy of `first` on the quantized target's features."""
@@ -208,6 +205,9 @@ def _calibrate(
         ids = first.target_ids()
         run = work.folder / "run"
         return Trainer(copied, engine.model, store, held_out, ids, train, run, identity=key)
+
+    before = student(1).evaluate()
+    note(f"before: {before}")
 
     def steps_within() -> int:
         """Return the number of steps that fit into --minutes, by the time of a few of them."""

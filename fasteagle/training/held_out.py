@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 from typing import Any
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 
 from fasteagle.errors import FasteagleError
-from fasteagle.generate import Engine
 from fasteagle.model import EagleHead, Transformer
 from fasteagle.training.data import Features
 from fasteagle.training.loss import autocast, compute_dtype, make_batch, unroll
@@ -45,14 +43,6 @@ class HeldOut:
             "tv": [round(t, 4) for t in self.tv],
             "ranks": [[round(p, 4) for p in level] for level in self.ranks],
         }
-
-
-def ready_head(head: EagleHead, engine: Engine) -> EagleHead:
-    """Return a copy of `head` in fp32 that uses the engine's target, to be measured."""
-    ready = copy.deepcopy(head)
-    ready.requires_grad_(False)
-    ready.borrow(engine.model, engine.max_seq_len)
-    return ready.float()
 
 
 def draft_rows(head: EagleHead, target: Transformer) -> Tensor:
