@@ -161,9 +161,8 @@ class Trainer:
         """Train to `options.steps`, or until 0-alpha did not improve for `patience` evaluations."""
         begun = saved = time.perf_counter()
         tokens, losses = 0, []
-        steps = itertools.islice(self._steps(), self.options.steps - self.step)
         with TrainingBar(self) as bar:
-            for loss, n_rows in steps:
+            for loss, n_rows in self._steps():
                 losses.append(loss)
                 tokens += n_rows
                 bar.tick(self.step, loss)
@@ -192,15 +191,14 @@ class Trainer:
 
         They train the draft head: it should be a copy.
         """
-        n = self.options.steps
-        times = [time.perf_counter() for _ in itertools.islice(self._steps(), n)]
-        return statistics.median(b - a for a, b in itertools.pairwise(times[n // 4 :]))
+        times = [time.perf_counter() for _ in self._steps()]
+        return statistics.median(b - a for a, b in itertools.pairwise(times[len(times) // 4 :]))
 
     def _steps(self) -> Iterator[tuple[float, int]]:
-        """Train without end; yield the loss and the row count of each step once it is done."""
+        """Train; yield the loss and the row count of each step once it is done."""
         device = self.head.fc.weight.device
         schedule = batches(self.store, self.training, self.options)
-        for batch in itertools.islice(schedule, self.step, None):
+        for batch in itertools.islice(schedule, self.step, self.options.steps):
             share = self.ranks.share(batch)
             done = self._update(make_batch(self.store, share, device) if share else None)
             self.step += 1
