@@ -15,6 +15,7 @@ from fasteagle.bench import run as bench
 from fasteagle.bench.hf import HFDecoder
 from fasteagle.bench.options import BenchOptions
 from fasteagle.bench.report import build_report, print_report
+from fasteagle.bench.rivals.ablation import AblatedDrafter
 from fasteagle.bench.rivals.medusa import HEADS, RANKS, MedusaHeads, save_medusa
 from fasteagle.bench.row_spec import ROW_NAMES, RowSpec
 from fasteagle.bench.rows import EngineDecoder
@@ -197,6 +198,19 @@ def test_our_rows_share_weights_and_one_kv_cache(tiny_dir):
     assert len({id(engine.cache) for engine in engines}) == 1
     assert len({id(engine.model) for engine in engines}) == 1
     assert len({id(engine.state) for engine in engines}) == 2
+
+
+def test_ablations_are_those_of_the_eagle_row(tiny_dir, head_dirs):
+    draft, drafters = DraftOptions(head=str(head_dirs / "eagle1")), []
+    for more in ({}, {"rerank": False}, {"tree_value": "confidence"}):
+        options = BenchOptions(
+            str(tiny_dir), ("eagle", "fused"), draft=draft, compile=False, **more
+        )
+        rows = bench.build_rows("fp32", options, open_model(str(tiny_dir)), CPU)
+        drafters += [row.decoder.engine.drafter for row in rows]
+    ablated = [d for d in drafters if isinstance(d, AblatedDrafter)]
+    assert ablated == [drafters[2], drafters[4]]
+    assert [(d.by_confidence, d.reranks) for d in ablated] == [(False, False), (True, True)]
 
 
 @pytest.mark.parametrize(
