@@ -13,8 +13,8 @@ from fasteagle.shapes import PAPER_TREE, AnyShape, FusedShape, StaticShape, Tree
 
 LOOKUP_TOKENS = 10  # of hf-pld: the value transformers' documentation uses for prompt lookup
 HEAD_ROWS = ("eagle", "fused", "eagle-static", "eagle-chain")
-RIVALS = ("lookahead", "medusa")  # which only the benchmark has
-ROW_NAMES = ("hf", "hf-pld", "gpt-fast", "plain", *HEAD_ROWS, "ngram", "model", *RIVALS)
+OTHER_ROWS = ("ngram", "model", "lookahead", "medusa")
+ROW_NAMES = ("hf", "hf-pld", "gpt-fast", "plain", *HEAD_ROWS, *OTHER_ROWS)
 SIZES: dict[
     str, tuple[str, TreeShape | FusedShape]
 ] = {  # how rows name trees of their own, with an example
@@ -113,10 +113,14 @@ class RowSpec:
             from fasteagle.drafting.ngram import NGRAM_TOKENS, NgramDrafter  # needs torch
 
             return NgramDrafter(draft.lookup_depth or NGRAM_TOKENS).shape
-        if self.kind in RIVALS:
-            from fasteagle.bench.rivals import SHAPES  # needs torch
+        if self.kind == "lookahead":
+            from fasteagle.bench.rivals.lookahead import LOOKAHEAD_SHAPE  # needs torch
 
-            return SHAPES[self.kind]
+            return LOOKAHEAD_SHAPE
+        if self.kind == "medusa":
+            from fasteagle.bench.rivals.medusa import MEDUSA_SHAPE  # needs torch
+
+            return MEDUSA_SHAPE
         if self.kind == "eagle-static":
             paths = read_tree(Path(draft.tree_file)) if draft.tree_file else PAPER_TREE
             return StaticShape(max(map(len, paths)), None, len(paths))

@@ -15,11 +15,12 @@ import torch
 from fasteagle.bench.hf import HFDecoder, hf_model
 from fasteagle.bench.measure import add_barrier, peak_bytes, reset_peak
 from fasteagle.bench.options import BenchOptions
-from fasteagle.bench.rivals import rival
 from fasteagle.bench.rivals.ablation import AblatedDrafter
 from fasteagle.bench.rivals.gpt_fast import GptFastDecoder, Job, gpt_fast_scheme
+from fasteagle.bench.rivals.lookahead import LookaheadDrafter
+from fasteagle.bench.rivals.medusa import MedusaDrafter, load_medusa
 from fasteagle.bench.roofline import Storage
-from fasteagle.bench.row_spec import RIVALS, RowSpec
+from fasteagle.bench.row_spec import RowSpec
 from fasteagle.bench.rows import Decoder, EngineDecoder, Row
 from fasteagle.bench.simulate import dummy_drafter
 from fasteagle.compile.blocks import compile_now
@@ -193,8 +194,12 @@ def _drafter(
     prepared: PreparedModel,
 ) -> Drafter | None:
     """Make the drafter of a row of ours."""
-    if spec.kind in RIVALS:
-        return rival(spec.kind, engine, options.medusa)
+    config = engine.model.config
+    if spec.kind == "lookahead":
+        return LookaheadDrafter(config.vocab_size, engine.device)
+    if spec.kind == "medusa":
+        assert options.medusa is not None, "checked with the options"
+        return MedusaDrafter(*load_medusa(options.medusa, config.dim), engine.model)
     checkpoint = prepared.checkpoint
     planned = plan_row(spec, options, opened, prepared.options, lambda line: None)
     if planned is not None:
