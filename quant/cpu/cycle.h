@@ -25,9 +25,6 @@ class RowSampler {
  public:
   RowSampler(const Tensor& logits, const Sampling& sampling)
       : logits_(logits.contiguous()), V_(logits.size(1)) {
-    TORCH_CHECK(logits.scalar_type() == at::kFloat && V_ > 0, "fp32 logits [T, V]");
-    TORCH_CHECK(sampling.temperature.defined() == sampling.seed.defined(),
-                "a temperature and a seed");
     if (sampling.temperature.defined()) {
       noise_.temperature = sampling.temperature.item<float>();
       noise_.seed = uint64_t(sampling.seed.item<int64_t>());
@@ -38,8 +35,7 @@ class RowSampler {
     if (sampling.min_p.defined()) filters_.min_p = sampling.min_p.item<float>();
     if (!sampling.penalty.defined()) return;
     const Tensor& seen = sampling.seen;
-    TORCH_CHECK(seen.numel() == V_ && seen.scalar_type() == at::kBool && seen.is_contiguous(),
-                "a flag for each token");
+    TORCH_CHECK(seen.numel() == V_ && seen.is_contiguous(), "a flag for each token");
     seen_ = seen.const_data_ptr<bool>();
     penalty_ = sampling.penalty.item<float>();
   }
@@ -169,10 +165,9 @@ void check_room(const State& state, const Tensor& read, int64_t T, int64_t count
   if (!rules.keeps) return;
   const int64_t first = rules.extends ? 0 : state.count.item<int64_t>();
   TORCH_CHECK(first >= 0 && first + depth + 1 <= state.tokens.numel() &&
-                  state.features.dim() == 2 && first + count <= state.features.size(0) &&
-                  state.tokens.is_contiguous(),
+                  first + count <= state.features.size(0) && state.tokens.is_contiguous(),
               "room for pairs");
-  TORCH_CHECK(read.dim() == 2 && read.size(0) == T, "features of each row");
+  TORCH_CHECK(read.size(0) == T, "features of each row");
   check_rows(read, state.features.size(1));
   check_rows(state.features, state.features.size(1));
 }
@@ -203,7 +198,7 @@ void keep_pairs(State& state, const Tensor& read, const Path& path, bool extends
 
 // Writes the result for the host: the padded tokens; from the end the number of rows drafted and,
 // if the tree has sources, how many of the path's rows the lookup proposed.
-void report(Tensor& result, const Tree& tree, const Path& path, int64_t depth) {
+void report(Tensor& result, const Tree& tree, const Path& path) {
   int64_t *out = result.mutable_data_ptr<int64_t>(), *end = out + result.numel();
   std::fill(out, end, PAD);
   std::copy(path.tokens.begin(), path.tokens.end(), out);
@@ -211,8 +206,7 @@ void report(Tensor& result, const Tree& tree, const Path& path, int64_t depth) {
   if (!tree.sources.defined()) return;
   const int64_t* sources = tree.sources.const_data_ptr<int64_t>();
   end[-2] = 0;
-  for (int64_t i = 0; i <= depth; i++)
-    end[-2] += (sources[i < path.count() ? path.rows[i] : 0] & 2) != 0;
+  for (const int64_t row : path.rows) end[-2] += (sources[row] & 2) != 0;
 }
 
 // Marks the root and the tokens of the path as seen by the penalty.
@@ -227,12 +221,9 @@ void mark_seen(const Tensor& seen, int64_t root, const Path& path) {
 void finish_cycle(const Tensor& logits, const Tensor& read, const Tree& tree, State& state,
                   const Sampling& sampling, const CommitRules& rules) {
   const int64_t depth = rules.depth;
-  TORCH_CHECK(depth >= 0, "a state and a tree");
   check_tree(tree, logits);
   for (const Tensor& t : {state.seq_len, state.root, state.count, state.text, state.result})
     TORCH_CHECK(t.is_contiguous() && t.numel() > 0, "contiguous state");
-  TORCH_CHECK(sampling.seen.defined() == sampling.penalty.defined(),
-              "a penalty and the tokens under it");
   int64_t& seq_len = *state.seq_len.mutable_data_ptr<int64_t>();
   int64_t& root = *state.root.mutable_data_ptr<int64_t>();
   const Path path = accept(tree, logits, sampling, seq_len);
@@ -242,7 +233,7 @@ void finish_cycle(const Tensor& logits, const Tensor& read, const Tree& tree, St
   int64_t* text = state.text.mutable_data_ptr<int64_t>() + seq_len + 1;
   std::fill_n(text, depth + 1, 0);
   for (const int64_t token : path.tokens) *text++ = std::max<int64_t>(token, 0);
-  report(state.result, tree, path, depth);
+  report(state.result, tree, path);
   if (rules.keeps) keep_pairs(state, read, path, rules.extends);
   if (sampling.penalty.defined()) mark_seen(sampling.seen, root, path);
   root = std::max<int64_t>(path.tokens.back(), 0);

@@ -35,31 +35,63 @@ def test_what_does_not_fit_the_end_of_a_cycle_is_refused(native):
     tokens, text, result = (torch.zeros(n).long() for n in (9, 99, 9))
     memory = State(**own, tokens=tokens, features=torch.zeros(9, 64), text=text, result=result)
 
-    def run(arguments=arguments, tree=tree, memory=memory):
-        state.seq_len.fill_(5)
-        state.count.fill_(1)
+    def run(arguments=arguments, tree=tree, memory=memory, count=1, seq_len=5, **changes):
+        state.seq_len.fill_(seq_len)
+        state.count.fill_(count)
         how = dict(sampling=Sampling(), depth=1, in_place=False, extends=True, keeps=True)
+        how |= changes
         torch.ops.fasteagle_cpu.finish_cycle(**arguments, tree=tree, state=memory, **how)
 
     run()
-    half, other = torch.zeros(T, 64).half(), torch.zeros(2)
+    run(count=7, extends=False)
+    half, other, apart = torch.zeros(T, 64).half(), torch.zeros(2), torch.zeros(2 * T).long()[::2]
+    nothing = {name: tensor[:0] for name, tensor in arguments.items()}
+    deep = Tree(tree.tokens, torch.arange(T).sub(1).clamp(min=0), tree.valid)
+    before, after = torch.tensor([0, 0, 0, -1]), torch.tensor([0, 2, 0, 0])
+    unknown = torch.tensor([60, 0, 0, 0])
+    flags, flags_apart = torch.zeros(60).bool(), torch.zeros(120).bool()[::2]
+    penalty = Sampling(penalty=torch.tensor(1.0), seen=flags)
     for changes, message in (
         ({"arguments": arguments | {"logits": torch.zeros(T * 60)}}, "a state and a tree"),
+        ({"arguments": arguments | {"logits": torch.zeros(T, 1, 60)}}, "a state and a tree"),
+        ({"arguments": arguments | {"logits": torch.zeros(T + 1, 60)}}, "a state and a tree"),
+        ({"arguments": nothing, "tree": [t[:0] for t in tree[:3]] + [None]}, "a state and a tree"),
         ({"arguments": arguments | {"read": half}}, "x in fp32 or bf16"),
         ({"arguments": arguments | {"read": torch.zeros(T, 128)[:, ::2]}}, r"x is \[T, 64\]"),
-        ({"tree": tree._replace(tokens=torch.zeros(2 * T).long()[::2])}, "for each row"),
+        ({"arguments": arguments | {"read": torch.zeros(T, 8, 8)}}, r"x is \[T, 64\]"),
+        ({"arguments": arguments | {"read": torch.zeros(T - 1, 64)}}, "features of each row"),
+        ({"tree": tree._replace(tokens=apart)}, "for each row"),
+        ({"tree": tree._replace(parents=apart)}, "for each row"),
+        ({"tree": tree._replace(valid=torch.ones(2 * T).bool()[::2])}, "for each row"),
+        ({"tree": tree._replace(sources=apart)}, "for each row"),
         ({"tree": tree._replace(parents=tree.parents[:2])}, "for each row"),
         ({"tree": tree._replace(valid=tree.valid[:2])}, "for each row"),
         ({"tree": tree._replace(sources=tree.parents[:2])}, "for each row"),
+        ({"tree": tree._replace(parents=before)}, "parent -1 of row 3"),
+        ({"tree": tree._replace(parents=after)}, "parent 2 of row 1"),
         ({"tree": tree[:3]}, "4 tensors: tokens parents valid sources"),
+        ({"tree": deep}, "a path of 3 levels"),
+        ({"depth": -1}, "a path of 1 levels"),
+        ({"seq_len": -3}, "room for the path"),
         ({"memory": memory._replace(text=text[:7])}, "room for the path"),
         ({"memory": memory._replace(result=result[:3])}, "room for the path"),
+        ({"memory": memory._replace(rows=memory.rows[0])}, "cache"),
+        ({"memory": memory._replace(rows=memory.rows[:, :, ::2])}, "cache"),
         ({"memory": memory._replace(rows=memory.rows[:, :, :8].contiguous())}, "cache"),
+        ({"count": 8, "extends": False}, "room for pairs"),
+        ({"count": -1, "extends": False}, "room for pairs"),
         ({"memory": memory._replace(tokens=torch.zeros(1).long())}, "room for pairs"),
+        ({"memory": memory._replace(tokens=torch.zeros(18).long()[::2])}, "room for pairs"),
         ({"memory": memory._replace(features=torch.zeros(1, 64))}, "room for pairs"),
         ({"memory": memory._replace(features=torch.zeros(9, 64).half())}, "x in fp32 or bf16"),
         ({"memory": memory._replace(text=torch.zeros(198).long()[::2])}, "contiguous state"),
+        ({"memory": memory._replace(root=torch.zeros(0).long())}, "contiguous state"),
         ({"memory": [*memory, other]}, "8 tensors: seq_len root count"),
+        ({"sampling": penalty._replace(seen=flags[:59])}, "a flag for each token"),
+        ({"sampling": penalty._replace(seen=flags_apart)}, "a flag for each token"),
+        ({"sampling": penalty._replace(seen=None)}, "a flag for each token"),
+        ({"sampling": penalty, "tree": tree._replace(tokens=unknown)}, "token 60"),
+        ({"sampling": penalty, "memory": memory._replace(root=unknown[:1])}, "token 60"),
     ):
         with pytest.raises(RuntimeError, match=message):
             run(**changes)
@@ -101,7 +133,9 @@ CASES: list[tuple[AnyShape | None, int, bool]] = [
 READ = [(0, ()), (9, ()), (9, (0, 2))]  # pairs for a draft head, and states that it reads
 # Each shape with each way of drawing and with wrong logits, each time for another draft head.
 ENDS = [(case, params, "") for case in CASES for params in DRAWN]
-ENDS += [(case, DRAWN[i], wrong) for case in CASES for i, wrong in ((0, "nan"), (1, "inf"))]
+ENDS += [
+    (case, DRAWN[i], wrong) for case in CASES for i, wrong in ((0, "nan"), (1, "inf"), (5, "nan"))
+]
 ENDS = [(*end, *READ[i % 3]) for i, end in enumerate(ENDS)]
 
 
@@ -127,7 +161,7 @@ def test_the_end_of_a_cycle_leaves_the_same_state(native, case, params, wrong, w
             state.root.fill_(3)
             state.text.fill_(7)  # of another text
             state.features.fill_(0.5)
-            state.seen[0, ::7] = True
+            state.seen[0, 1::7] = True
             state.sampling.load(dataclasses.replace(params, seed=attempt << 40 | 5))
             end(state, spec, proposal, output)
         one, two = states
@@ -190,6 +224,10 @@ def test_drawn_tokens_are_those_of_sampling(native, V, spread, params):
             logits = (2 * logits).round() / 2  # ties
         elif attempt % 3 == 2:
             logits[0, torch.rand(V, generator=generator) < 0.9] = float("-inf")
+        if (
+            params.greedy and attempt % 2
+        ):  # the root's is the largest under its penalty, but not under another one
+            logits[0, 0] = 1.5 * logits.max()
         state = state_of(native, 7 + attempt)
         state.sampling.load(dataclasses.replace(params, seed=attempt))
         position = state.seq_len + 1 + torch.zeros(1, dtype=torch.long)
