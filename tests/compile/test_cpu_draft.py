@@ -8,14 +8,16 @@ import pytest
 import torch
 
 from fasteagle.compile.cpu_backend import native_step
-from fasteagle.compile.cpu_draft import NativeDraft, Text, can_draft
+from fasteagle.compile.cpu_draft import NativeChain, NativeDraft, Text, can_draft
 from fasteagle.decoding.cycle import EAGER
 from fasteagle.drafting.base import DraftOps
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.thresholds import LONGEST, Thresholds
 from fasteagle.loading.source import quantize_head_, quantize_linear
 from fasteagle.options import SamplingParams
+from fasteagle.quant.cpu_linear import NativeLinear
 from fasteagle.quant.linear import QuantizedLMHead
+from fasteagle.quant.packed import int8
 from fasteagle.quant.scheme import Scheme
 from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import GatedChain, TreeShape
@@ -299,10 +301,98 @@ def test_texts_with_different_rules_are_drafted_by_their_own():
     assert [len(proposal.depths) for proposal in proposals] == [7, 1]
 
 
-def test_a_text_too_many_or_half_a_list_is_refused():
-    head = NativeDraft().of(make("eagle1")[1].head).weights
-    with pytest.raises(RuntimeError, match="of each text"):
-        head.draft([], [], [], [], torch.arange(30), [], [], [], [], 1, [0.0], [0.0])
-    with pytest.raises(RuntimeError, match="of each text"):
-        one = torch.ones(1, dtype=torch.long)
-        head.draft([one], [], [one], [one], torch.arange(30), [], [], [], [], 1, [0.0], [0.0])
+def other_linear(N: int, K: int) -> NativeLinear:
+    return NativeLinear(int8(torch.zeros(N, K), torch.ones(N, 1)), None)
+
+
+WRONG_WEIGHTS = {
+    "embedding.weight": (lambda head: head.embedding.weight[:, ::2], "x is"),
+    "rope_sin": (lambda head: head.rope_sin[:9], "cos and sin"),
+    "rope_cos": (lambda head: head.rope_cos[:, ::2], "cos and sin"),
+    "rope": (lambda head: head.rope_cos[:, :0], "LM head"),
+    "lm_head": (lambda head: other_linear(30, 96), "LM head"),
+    "fc": (lambda head: other_linear(96, 128), "fc"),
+    "fc ": (lambda head: other_linear(64, 64), "fc"),
+    "block.attention.out": (lambda head: other_linear(64, 32), "out is"),
+    "norm.weight": (lambda head: head.norm.weight[:32], "norms are"),
+    "feature_norm.weight": (lambda head: head.norm.weight.repeat(2), "norms are"),
+    "embedding_norm.weight": (lambda head: head.norm.weight.repeat(2)[::2], "norms are"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_WEIGHTS)
+def test_weights_of_a_head_that_do_not_fit_are_refused(name):
+    head = make("mtp" if "norm" in name else "eagle1")[1].head
+    wrong, message = WRONG_WEIGHTS[name]
+    *path, last = name.strip().split(".")
+    module, value = head.get_submodule(".".join(path)), wrong(head)
+    if name.endswith("weight"):
+        value = torch.nn.Parameter(value, requires_grad=False)
+    if name == "lm_head":
+        head.use_lm_head(value)
+    elif name == "rope":
+        head.rope_cos = head.rope_sin = value
+    else:
+        setattr(module, last, value)
+    with pytest.raises(RuntimeError, match=message):
+        NativeChain(head)
+
+
+def test_what_does_not_fit_a_chain_is_refused():
+    """Lists of other lengths, more texts than rows of a step, and tensors that are too small."""
+    (text,) = sequences("eagle1", [(20, 2)])
+    chain, pairs = NativeDraft().of(text.drafter.head), text.state.committed(2)
+    (keys, values), one = text.drafter.cache.layers[0], torch.tensor(1.0)
+    features = text.drafter.head.read(pairs.features)
+    usual = dict(
+        tokens=[pairs.tokens],
+        features=[features],
+        counts=[pairs.count],
+        seq_lens=[text.state.seq_len],
+        target_ids=text.drafter.target_ids,
+        keys=[keys],
+        values=[values],
+        temperatures=[None],
+        seeds=[None],
+        depth=2,
+        verify=[0.0],
+        expand=[0.0],
+    )
+    each = [name for name, value in usual.items() if isinstance(value, list)][:-2]
+
+    def run(**changes):
+        chain.weights.draft(*(usual | changes).values())
+
+    run()
+    ids, apart = usual["target_ids"], torch.zeros(4, dtype=torch.long)[::2]
+    for changes, message in (
+        *(({name: []}, "of each text") for name in each),
+        ({name: [] for name in each}, "of each text"),
+        ({name: usual[name] * 33 for name in each}, "of each text"),
+        ({"verify": []}, "bounds of path"),
+        ({"expand": []}, "bounds of path"),
+        ({"depth": 0}, "depth 0"),
+        ({"target_ids": ids[:9]}, "a target id each"),
+        ({"target_ids": ids.repeat(2)[::2]}, "a target id each"),
+        ({"keys": [keys.half()], "values": [values.half()]}, "in bf16 or fp32"),
+        ({"keys": [keys[:1]], "values": [values[:1]]}, "cache"),
+        ({"keys": [keys[..., :8].contiguous()], "values": [values[..., :8].contiguous()]}, "cache"),
+        ({"keys": [keys[:, :20].contiguous()], "values": [values[:, :20].contiguous()]}, "slots"),
+        ({"values": [values[:, :9].contiguous()]}, "caches of one shape"),
+        ({"tokens": [pairs.tokens[:1]]}, "2 pairs"),
+        ({"features": [features[:1]]}, "2 pairs"),
+        ({"tokens": [apart]}, "contiguous tokens"),
+        ({"features": [features.half()]}, "x in fp32 or bf16"),
+        ({"features": [features[:, :32]]}, "x is"),
+        ({"tokens": [pairs.tokens - 60]}, "token -"),
+        ({"tokens": [pairs.tokens + 60]}, "token "),
+        ({"temperatures": [one]}, "a temperature and a seed"),
+        ({"seeds": [pairs.count]}, "a temperature and a seed"),
+        (
+            {name: usual[name] * 2 for name in each}
+            | {"keys": [keys, keys.bfloat16()], "values": [values, values.bfloat16()]},
+            "caches of one type",
+        ),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            run(**changes)
