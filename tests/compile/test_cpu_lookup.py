@@ -36,8 +36,8 @@ PARAMS = [SamplingParams(), SamplingParams(0.7, seed=4), SamplingParams(0.8, top
 
 
 def looked_up(text: list[int], lookup: Lookup, keep: float = 0.0):
-    # After the text are values of another text, which must not be read.
-    memory = torch.tensor([*text, *([text[-1]] * 40)])
+    # Around the text are values that must not be read, after it those of another text.
+    memory = torch.tensor([*text[:1] * 9, *text, *([text[-1]] * 40)])[9:]
     last = torch.tensor(len(text) - 1)
     corpus = [] if lookup.corpus is None else lookup.corpus.index
     tokens, paths, gain = torch.ops.fasteagle_cpu.look_up(
@@ -51,7 +51,8 @@ def looked_up(text: list[int], lookup: Lookup, keep: float = 0.0):
 @pytest.mark.parametrize("vocabulary", [2, 5, 40])
 def test_the_kernel_finds_and_learns_what_the_tensor_code_does(vocabulary, quoted):
     rng = random.Random(vocabulary)
-    documents = [[rng.randrange(vocabulary) for _ in range(n)] for n in (1, 90)]
+    n_tokens = 3000 if vocabulary == 2 else 90  # of 3000 more places match than are compared
+    documents = [[rng.randrange(vocabulary) for _ in range(n)] for n in (1, n_tokens)]
     corpus = Corpus(documents, "cpu") if quoted else None
     native, twin = Lookup(corpus=corpus), Lookup(corpus=corpus)
     for lookup in (native, twin):  # as if many long matches had been wrong
@@ -99,7 +100,9 @@ def test_what_does_not_fit_a_lookup_is_refused():
         ({"last": -1}, "last token at -1"),
         ({"text": torch.arange(18)[::2]}, "last token at 8"),
         ({"table": own.table[0]}, "a table"),
+        ({"table": own.table.mT}, "a table"),
         ({"recent": own.last[:8]}, "a table"),
+        ({"recent": own.last.repeat(2)[::2]}, "a table"),
         ({"reach": -1}, "a table"),
     ):
         with pytest.raises(RuntimeError, match=message):
