@@ -157,6 +157,7 @@ def test_it_ends_where_the_paths_probability_says(name):
             even(0.05, 0.1),
             even(0.02, 0.3),
             even(0.3, 0.3),
+            even(0.3, 0.05),
             Thresholds((0.3, 0.2, 0.1, 0.05, 0.02, 0.01), (0.3, 0.25, 0.2, 0.1, 0.05, 0.02)),
         ):
             drafter.rule = rule
