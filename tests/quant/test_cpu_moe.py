@@ -19,10 +19,10 @@ from test_cpu_kernels import KINDS, packed_weight, rows_of
 
 LAYERS = {
     "mixtral": MoEConfig(8, 2, 64, renormalize=True),
-    "one expert": MoEConfig(1, 1, 32),
+    "one wide expert": MoEConfig(1, 1, 8192),
     "all experts": MoEConfig(5, 5, 32, renormalize=True, scale=2.5),
     "shared": MoEConfig(33, 3, 32, scale=1.5, shared_ffn_dim=96),
-    "shared and wide": MoEConfig(4, 1, 32, shared_ffn_dim=2048),
+    "shared and wide": MoEConfig(4, 1, 32, shared_ffn_dim=8192),
     "shared by a gate": MoEConfig(6, 4, 96, shared_ffn_dim=32, shared_gate=True),
     "biased": MoEConfig(12, 4, 32, renormalize=True, choice_bias=True),
     "biased, all weighed": MoEConfig(7, 3, 32, shared_ffn_dim=32, choice_bias=True),
