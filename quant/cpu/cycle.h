@@ -25,6 +25,9 @@ class RowSampler {
  public:
   RowSampler(const Tensor& logits, const Sampling& sampling)
       : logits_(logits.contiguous()), V_(logits.size(1)) {
+    TORCH_CHECK(logits.scalar_type() == at::kFloat && V_ > 0, "fp32 logits [T, V]");
+    TORCH_CHECK(sampling.temperature.defined() == sampling.seed.defined(),
+                "a temperature and a seed");
     if (sampling.temperature.defined()) {
       noise_.temperature = sampling.temperature.item<float>();
       noise_.seed = uint64_t(sampling.seed.item<int64_t>());
@@ -35,7 +38,8 @@ class RowSampler {
     if (sampling.min_p.defined()) filters_.min_p = sampling.min_p.item<float>();
     if (!sampling.penalty.defined()) return;
     const Tensor& seen = sampling.seen;
-    TORCH_CHECK(seen.numel() == V_ && seen.is_contiguous(), "a flag for each token");
+    TORCH_CHECK(seen.numel() == V_ && seen.scalar_type() == at::kBool && seen.is_contiguous(),
+                "a flag for each token");
     seen_ = seen.const_data_ptr<bool>();
     penalty_ = sampling.penalty.item<float>();
   }
@@ -165,9 +169,10 @@ void check_room(const State& state, const Tensor& read, int64_t T, int64_t count
   if (!rules.keeps) return;
   const int64_t first = rules.extends ? 0 : state.count.item<int64_t>();
   TORCH_CHECK(first >= 0 && first + depth + 1 <= state.tokens.numel() &&
-                  first + count <= state.features.size(0) && state.tokens.is_contiguous(),
+                  state.features.dim() == 2 && first + count <= state.features.size(0) &&
+                  state.tokens.is_contiguous(),
               "room for pairs");
-  TORCH_CHECK(read.size(0) == T, "features of each row");
+  TORCH_CHECK(read.dim() == 2 && read.size(0) == T, "features of each row");
   check_rows(read, state.features.size(1));
   check_rows(state.features, state.features.size(1));
 }
@@ -221,9 +226,12 @@ void mark_seen(const Tensor& seen, int64_t root, const Path& path) {
 void finish_cycle(const Tensor& logits, const Tensor& read, const Tree& tree, State& state,
                   const Sampling& sampling, const CommitRules& rules) {
   const int64_t depth = rules.depth;
+  TORCH_CHECK(depth >= 0, "a state and a tree");
   check_tree(tree, logits);
   for (const Tensor& t : {state.seq_len, state.root, state.count, state.text, state.result})
     TORCH_CHECK(t.is_contiguous() && t.numel() > 0, "contiguous state");
+  TORCH_CHECK(sampling.seen.defined() == sampling.penalty.defined(),
+              "a penalty and the tokens under it");
   int64_t& seq_len = *state.seq_len.mutable_data_ptr<int64_t>();
   int64_t& root = *state.root.mutable_data_ptr<int64_t>();
   const Path path = accept(tree, logits, sampling, seq_len);

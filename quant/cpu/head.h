@@ -124,7 +124,7 @@ struct Head : torch::CustomClassHolder {
 
  private:
   const float* norm_of(const Tensor& norm) const {
-    TORCH_CHECK(norm.numel() == D && norm.is_contiguous(), "norms are [D]");
+    TORCH_CHECK(norm.defined() && norm.numel() == D && norm.is_contiguous(), "norms are [D]");
     return norm.const_data_ptr<float>();
   }
 

@@ -302,7 +302,7 @@ void keep_likely(const float* x, const float* weights, int64_t V, float temperat
     const float kth = likely[filters.top_k - 1].score;
     drop([&](const Likely& one) { return one.score < kth; });
   }
-  if (filters.top_p < 1.0f) {
+  if (filters.top_p < 1.0f && !likely.empty()) {
     std::sort(likely.begin(), likely.end(), likelier);
     if (filters.top_k > 0) {
       total = 0.0;
@@ -339,6 +339,7 @@ std::pair<float, int64_t> drawn_among(const float* x, int64_t V, const Noise& no
       if (replaces(best[i], largest)) largest = best[i];
     if (me.id == 0) most = largest;
     const float top = largest / noise.temperature;
+    if (!std::isfinite(top)) return;
     for (int64_t part = begin; part < end; part++) {
       const int64_t to = std::min((part + 1) * PART, V);
       VF total = {};
