@@ -175,7 +175,6 @@ class CpuRunner(Runner):
             self.queued.append(launch)
         else:
             self._run_queued()
-            self.at_once = 1
             self.run(launch)
 
     def take(self) -> Launch:

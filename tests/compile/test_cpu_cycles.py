@@ -210,6 +210,19 @@ def test_the_time_of_a_cycle_is_its_own(native):
     assert sum(o.by_lookup for o in outcomes) > 0
 
 
+def test_cycles_that_run_one_by_one_before_the_first_is_read_have_their_own_times(
+    native, monkeypatch
+):
+    """They had been launched before other code was put in place."""
+    engine = engine_of(native)
+    chunks_of(engine, n=9)
+    one_by_one(monkeypatch)
+    runner, launch = engine.runner, Launch(engine.spec(None, SamplingMode()), None, None)
+    runner.queued[:] = [launch] * 3
+    done = [runner.read() for _ in range(3)]
+    assert not runner.queued and all(one.ms > 1e3 * one.verify_seconds > 0 for one in done)
+
+
 def test_a_call_is_shared_out_among_its_cycles(native, monkeypatch):
     """With what is no part of a cycle: here each call takes a ms."""
     times = (i / 1e3 for i in itertools.count())
