@@ -13,6 +13,7 @@ from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
+from fasteagle.model import Target
 from fasteagle.options import SamplingParams
 from fasteagle.shapes import TreeShape
 from helpers import (
@@ -228,6 +229,22 @@ def test_what_the_policy_learns_of_a_cycle(model, processor):
     generated(Engine(model, 128, drafter=drafter), 9, [5, 6] * 4, processor=processor)
     assert outcomes and not any(outcome.extended for outcome in outcomes)
     assert {outcome.ms is None for outcome in outcomes} == {processor is not None}
+
+
+def test_a_cpu_computes_no_rows_of_padding(model, monkeypatch):
+    """Where a lookup finds little or nothing."""
+    drafter, outcomes, rows = NgramDrafter(4), [], []
+    drafter.learn = lambda shape, outcome: outcomes.append(outcome)
+    run = Target.__call__
+
+    def counted(self, tokens, *rest):
+        rows.append(len(tokens))
+        return run(self, tokens, *rest)
+
+    monkeypatch.setattr(Target, "__call__", counted)
+    generated(Engine(model, 128, drafter=drafter), 40, [5, 6, 7, 9, 5])
+    drafted = [outcome.drafted for outcome in outcomes]
+    assert len({*drafted}) > 1 and rows[-len(drafted) :] == [1 + n for n in drafted]
 
 
 def test_chunks_that_come_together_have_equal_parts_of_the_time():

@@ -89,6 +89,26 @@ def test_an_answer_beside_an_open_stream(llm):
     assert llm.chat("hello", max_new_tokens=30).tokens == expected
 
 
+def test_an_answer_that_ends_while_its_reader_waits_for_a_turn(llm, monkeypatch):
+    """By passes of another reader."""
+    prompts = [5, 6, 7], [8, 9]
+    expected = [llm.generate(prompt, max_new_tokens=6).tokens for prompt in prompts]
+    streams = [llm.generate(prompt, stream=True, max_new_tokens=6) for prompt in prompts]
+    tokens = [list(next(stream).tokens) for stream in streams]
+
+    class Crowd:
+        def __enter__(self):
+            monkeypatch.setattr(llm.answers, "_next", contextlib.nullcontext())
+            tokens[1] += (token for chunk in streams[1] for token in chunk.tokens)
+
+        def __exit__(self, *error):
+            pass
+
+    monkeypatch.setattr(llm.answers, "_next", Crowd())
+    tokens[0] += (token for chunk in streams[0] for token in chunk.tokens)
+    assert tokens == expected
+
+
 def test_another_stream_is_read_while_a_long_prompt_is_computed(llm, monkeypatch):
     """Chunks that are there need no turn, and a turn is one pass."""
     monkeypatch.setattr(context, "PREFILL_CHUNK", 8)

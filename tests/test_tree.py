@@ -47,6 +47,8 @@ def test_padding_rows_see_themselves_only():
     valid = torch.tensor([True, True, False, False])
     mask, _ = ancestor_mask(torch.tensor([0, 0, 1, 2]), valid)
     assert mask.int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
+    mask, _ = ancestor_mask(torch.tensor([0, 0, 1]), torch.tensor([True, False, True]))
+    assert mask.int().tolist() == [[1, 0, 0], [0, 1, 0], [1, 0, 1]]
 
 
 @pytest.mark.parametrize("noise", [0.0, 1.0])

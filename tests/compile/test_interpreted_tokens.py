@@ -99,7 +99,7 @@ def test_rerank_and_relations(P, N):
 @pytest.mark.parametrize("T", rest_slow([2, 16, 1, 17, 64, 65], 2))
 def test_relations_of_chains(T):
     row = torch.arange(T)
-    for valid in (row >= 0, row <= T // 2):
+    for valid in (row >= 0, row <= T // 2, row != 1):
         made = chain(row, valid)
         seen = relations(made.parents, made.valid)
         for value, other in zip(seen, cuda_ops.relate(made.parents, made.valid), strict=True):
