@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import os
 import shutil
@@ -18,6 +20,7 @@ from fasteagle.paths import cache_dir, only_writer
 from fasteagle.prompts import read_conversations
 from fasteagle.training import train_head as module
 from fasteagle.training.options import TrainOptions
+from fasteagle.training.train import Trainer
 from head_files import load_head
 from helpers import edit_json, invoke, random_target, tiny_config, write_random_text
 
@@ -62,7 +65,9 @@ def test_the_command_survives_a_kill_and_writes_a_head(tiny_dir, text_file, tmp_
     assert [entry["step"] for entry in record["history"]] == [25, 50, 60]
 
 
-def test_an_eagle3_head_is_trained_and_drafts(tiny_dir, text_file, tmp_path, no_compiler):
+def test_an_eagle3_head_is_trained_and_drafts(
+    tiny_dir, text_file, tmp_path, no_compiler, monkeypatch
+):
     out = tmp_path / "head"
     kind = ("--algorithm", "eagle3.1", "--tap-layers", "0,1,2", "--self-fed-steps", 1)
     kind += ("--window", 40)
@@ -89,6 +94,14 @@ def test_an_eagle3_head_is_trained_and_drafts(tiny_dir, text_file, tmp_path, no_
     ):
         other = invoke(*command(tiny_dir, text_file, tmp_path / "more", *begun, *options))
         assert other.exit_code == 2 and missing in other.stderr, other.stderr
+    bare = shutil.copytree(out, tmp_path / "bare")
+    edit_json(bare / "config.json", norm_output=False)
+    other = invoke(*command(tiny_dir, text_file, tmp_path / "more", "--init", bare, *kind))
+    assert other.exit_code == 2 and "of another kind" in other.stderr, other.stderr
+    evaluate, taus = Trainer.evaluate, itertools.count(2.0)
+    monkeypatch.setattr(
+        Trainer, "evaluate", lambda self: dataclasses.replace(evaluate(self), tau=next(taus))
+    )
     # An evaluation without gain is enough; the window may be another one.
     more = (*kind, "--window", 33, "--init", out, "--every", 1, "--patience", 1, "--lr", 1e-12)
     more = invoke(*command(tiny_dir, text_file, tmp_path / "more", *more, "--steps", 9))
@@ -96,6 +109,7 @@ def test_an_eagle3_head_is_trained_and_drafts(tiny_dir, text_file, tmp_path, no_
     assert json.loads((tmp_path / "more" / "config.json").read_text())["sliding_window"] == 33
     record = json.loads((tmp_path / "more" / "training.json").read_text())
     assert record["header"]["steps"] == 2 == len(record["history"])
+    assert record["header"]["tau"] == 3.0, "of the head as it is written"
 
 
 def test_a_head_to_begin_from_keeps_its_draft_vocabulary(
@@ -209,7 +223,8 @@ def test_prompts_are_answered_and_trained_on(tiny_dir, text_file, tmp_path, no_c
 def test_features_of_another_precision_are_others(tiny_dir, text_file, tmp_path, no_compiler):
     """They lie in the user cache by what computed them, not by the files alone."""
     fp32 = ("--precision", "fp32")
-    runs = fp32, ("--precision", "int8-aten"), fp32, (*fp32, "--kv", "int8")
+    bf16 = ("--precision", "bf16")
+    runs = fp32, ("--precision", "int8-aten"), fp32, (*fp32, "--kv", "int8"), bf16
     caches, unused = [], cache_dir() / "features" / "unused"
     unused.mkdir(parents=True)
     os.utime(unused, times=(0, 0))
@@ -221,7 +236,8 @@ def test_features_of_another_precision_are_others(tiny_dir, text_file, tmp_path,
         if i == 1:  # the last run would remove the first one's, had the third not used them
             for folder in caches[0]:
                 os.utime(folder, times=(0, 0))
-    assert len(caches[1]) == len(caches[0]) + 1 and caches[2] == caches[1] and caches[3] > caches[2]
+    assert len(caches[1]) == len(caches[0]) + 1 and caches[2] == caches[1]
+    assert caches[1] < caches[3] < caches[4]
     assert unused not in caches[0]
     refused = invoke(*command(tiny_dir, text_file, tmp_path / "a", "--precision", "int8-torchao"))
     assert refused.exit_code == 2 and "leave -torchao out" in refused.stderr
