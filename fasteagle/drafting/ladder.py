@@ -87,7 +87,7 @@ def _candidates(max_topk: int, fused: bool) -> list[AnyShape]:
                 if not depth <= nodes <= pool + reach:
                     continue
                 if fused:
-                    sizes.append(FusedShape(depth, k, nodes, max(1, reach)))
+                    sizes.append(FusedShape(depth, k, nodes, reach))
                 else:
                     sizes.append(TreeShape(depth, k, nodes))
     return sizes

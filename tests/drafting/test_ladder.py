@@ -30,6 +30,7 @@ def test_a_ladder_has_few_sizes_that_fit_what_was_timed(fused):
         assert len(some) == len(set(some)) == 3 + 2 * fused  # of each kind of text, and looked up
         assert all(size.rows <= max(ROWS) and isinstance(size, type(shape)) for size in some)
         assert fused == any(isinstance(size, FusedShape) and not size.levels for size in some)
+        assert all(size.reach <= 8 for size in some if fused and size.levels)
     assert max(s.rows for s in sizes[1]) > max(s.rows for s in sizes[0] if s.depth < 7)
     assert {size.topk for size in ladder(flat, DEFAULT_RANKS, shape, 2)} == (
         {1, 2} if fused else {2}
@@ -63,3 +64,4 @@ def test_what_a_tree_is_expected_to_bring():
     assert chance(ranks, 1, 0, 2.0) == pytest.approx(0.97 * 0.5 / 0.7)  # no more than there is
     assert chance(ranks, 9, 3, 1.0) == pytest.approx(0.1 * 0.7**2)  # ranks and levels beyond
     assert ranks_of({"ranks": [[0.5, 0.2]]}) == ((0.5, 0.2),) and ranks_of(None) == DEFAULT_RANKS
+    assert ranks_of({"ranks": []}) == DEFAULT_RANKS
