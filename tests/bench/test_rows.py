@@ -80,6 +80,9 @@ def test_a_turn_of_a_model_is_what_its_engine_did(target):
     assert [n for n, _ in one.chunks] == sizes and one.passes == len(sizes) < 39
     assert sum(seconds for _, seconds in one.chunks) == pytest.approx(one.seconds, rel=0.05)
     decoder.restart()
+    llm.tokenizer.eos_ids = frozenset({one.tokens[20]})
+    assert decoder.turn(prompt, 40).tokens == one.tokens[: one.tokens.index(one.tokens[20]) + 1]
+    decoder.restart()
     assert decoder.turn(prompt, 2).stats.cached_tokens == 0
     row = Row("ngram", "fp32", decoder, 1, questions=[[one]])
     engine.drafter.policy = SimpleNamespace(explain=lambda: "it pays", shares=lambda: "all of it")
@@ -215,6 +218,7 @@ def test_the_usual_trees():
     assert RowSpec("fused").planned_tree(draft, False) == FusedShape(3, 3, 8, 5)
     assert RowSpec("fused").planned_tree(DraftOptions(), True) == FusedShape(2, 3, 3, 8)
     assert RowSpec("eagle").planned_tree(draft, False) == TreeShape(3, 3, 8)
+    assert RowSpec("ngram").planned_tree(draft, False) == TreeShape(5, 1, 5)
 
 
 @pytest.mark.parametrize(
@@ -225,6 +229,7 @@ def test_the_usual_trees():
         ("ngram@3/3/8 fusedx fuse@3/3/8/8 eagel=x", "unknown row"),
         ("ngram=x", "ngram has no draft head: drop =x"),
         ("eagle=", "name the draft head after"),
+        ("model", "needs a smaller model: add --draft-model"),
     ],
 )
 def test_rows_that_are_none(rows, message):

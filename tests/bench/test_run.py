@@ -229,9 +229,11 @@ def test_a_second_copy_of_the_weights_is_loaded_where_it_fits(
     checkpoint = open_checkpoint(tiny_dir)
     one = sum(bench.required_bytes(checkpoint.config, torch.float32, 512))
     monkeypatch.setattr(bench, "available_bytes", lambda device: int(1.2 * free_of_one * one))
-    options = BenchOptions(str(tiny_dir), ("hf", "plain"), ("fp32", "bf16"), compile=False)
-    fitting = bench._fitting_groups(options, CPU, checkpoint, torch.device("cpu"))
-    assert [[f"{p} {','.join(map(str, specs))}" for p, specs in g] for g in fitting] == groups
+    for theirs in ("hf", "gpt-fast"):
+        options = BenchOptions(str(tiny_dir), (theirs, "plain"), ("fp32", "bf16"), compile=False)
+        fitting = bench._fitting_groups(options, CPU, checkpoint, torch.device("cpu"))
+        names = [[f"{p} {','.join(map(str, specs))}" for p, specs in g] for g in fitting]
+        assert names == [[name.replace("hf", theirs) for name in group] for group in groups]
 
 
 # The script
