@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import pytest
 
 from fasteagle.answering.several import Answers
 from fasteagle.bench import several
+from fasteagle.bench.options import BenchOptions
 
 
 @pytest.fixture
@@ -90,6 +92,28 @@ def test_a_text_that_differs_is_seen(run, monkeypatch):
     monkeypatch.setattr(Answers, "all", wrong)
     (row,) = run(2, 3, *DENSE)[2:-1]  # that of plain decoding alone was not asked for
     assert row.endswith("| 2 of 3 |")
+
+
+def test_a_card_answers_once_before_it_is_timed(monkeypatch):
+    """Graphs are captured then, which takes long."""
+    monkeypatch.setattr(several, "ROUNDS", 1)
+    clock = itertools.accumulate(ms for took in (9.0,) * 4 + (1.0,) * 4 for ms in (0.0, took))
+    monkeypatch.setattr(several, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    options, asked = BenchOptions(temperature=0.7, compile=False), []
+    config = SimpleNamespace(vocab_size=100)
+    model, backend = SimpleNamespace(config=config), SimpleNamespace(name="cuda")
+    llm = SimpleNamespace(
+        engine=SimpleNamespace(on_cpu=False, model=model, backend=backend),
+        prompt=lambda messages: SimpleNamespace(ids=[1]),
+        made_request=lambda ids, params, *_, speculate: asked.append(params),
+        answers=SimpleNamespace(
+            forget=lambda: None,
+            all=lambda requests, size: [SimpleNamespace(tokens=[1, 2]) for _ in requests],
+        ),
+    )
+    (size,) = several.measure_sizes(llm, [["Why?"]], [4], options)
+    assert size.plain == size.drafting == [2.0] and size.one == 2.0
+    assert len(asked) == 9 and {*asked} == {options.params}
 
 
 def test_how_many_texts_fit(monkeypatch):

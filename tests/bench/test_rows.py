@@ -22,7 +22,7 @@ from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
 from fasteagle.quant.scheme import Scheme
-from fasteagle.shapes import FusedShape, TreeShape
+from fasteagle.shapes import FusedShape, StaticShape, TreeShape
 from helpers import raising
 
 
@@ -110,6 +110,19 @@ def test_bandwidth_use_where_the_bandwidth_is_known(monkeypatch):
     assert report["rows"][0]["mbu"] == pytest.approx(0.5)
     said = conditions(report)
     assert "MBU of 936.0 GB/s (data sheet of RTX 3090)" in said and "barrier" not in said
+
+
+def test_the_conditions_below_the_table():
+    machine = {"device": "a CPU", "threads": 1, "torch": "2", "transformers": "5"}
+    machine |= {"fasteagle": "0.1", "bandwidth": {"gb_s": 20.04, "source": "measured"}}
+    meta = {"model": "tiny", "data": "q.jsonl", "max_new_tokens": 1, "temperature": 0.7, **machine}
+    row = {"turns": 3, "tokens": 9, "barrier_ns": None, "simulated": False}
+    for commit, version in ((None, "0.1"), ("abcd", "abcd")):
+        said = conditions({"meta": meta | {"commit": commit}, "rows": [row, row]})
+        assert said.startswith(
+            "tiny, 3 turns of q.jsonl, at most 1 new token, T=0.7; a CPU, 1 thread; torch 2, "
+            f"transformers 5, fasteagle {version}; MBU of 20.0 GB/s (measured); "
+        )
 
 
 def test_what_a_barrier_took_is_told():
@@ -213,12 +226,15 @@ def test_options_are_for_rows_that_read_them(options, rows):
         assert read == (options[name] if row in rows.split() else getattr(DraftOptions(), name))
 
 
-def test_the_usual_trees():
+def test_the_usual_trees(tmp_path):
     draft = DraftOptions(lookup_depth=5)
     assert RowSpec("fused").planned_tree(draft, False) == FusedShape(3, 3, 8, 5)
     assert RowSpec("fused").planned_tree(DraftOptions(), True) == FusedShape(2, 3, 3, 8)
     assert RowSpec("eagle").planned_tree(draft, False) == TreeShape(3, 3, 8)
     assert RowSpec("ngram").planned_tree(draft, False) == TreeShape(5, 1, 5)
+    (tmp_path / "tree.json").write_text("[[0], [1], [0, 0]]")
+    draft = DraftOptions(tree_file=str(tmp_path / "tree.json"))
+    assert RowSpec("eagle-static").planned_tree(draft, False) == StaticShape(2, None, 3)
 
 
 @pytest.mark.parametrize(
