@@ -374,6 +374,12 @@ def test_the_rest_of_a_cycle_takes_time_for_each_sequence():
     assert speeds[0] < 1.2 * speeds[1] and speeds[2] > 1.5 * speeds[3]
 
 
+def test_a_size_that_was_not_in_use_is_expected_to_cost_the_rows_of_all():
+    policy = policy_of(dataclasses.replace(CARD, passes={1: 6.5, 16: 6.5, 128: 52.0}), *SIZES)
+    one, eight = (Company()._speed_of(Sharing(n, policy), SIZES[3]) for n in (1, 8))
+    assert eight < 1.5 * one
+
+
 def test_times_of_other_code_are_forgotten():
     """Passes become faster where compiled code replaces other code, and costs are measured anew."""
     slow = dataclasses.replace(CARD, passes={T: 4 * ms for T, ms in CARD.passes.items()})
