@@ -80,7 +80,7 @@ def test_a_turn_of_a_model_is_what_its_engine_did(target):
     assert [n for n, _ in one.chunks] == sizes and one.passes == len(sizes) < 39
     assert sum(seconds for _, seconds in one.chunks) == pytest.approx(one.seconds, rel=0.05)
     decoder.restart()
-    llm.tokenizer.eos_ids = frozenset({one.tokens[20]})
+    decoder.eos_ids = frozenset({one.tokens[20]})
     assert decoder.turn(prompt, 40).tokens == one.tokens[: one.tokens.index(one.tokens[20]) + 1]
     decoder.restart()
     assert decoder.turn(prompt, 2).stats.cached_tokens == 0

@@ -93,6 +93,7 @@ REFUSED = [
     (TRAIN, "--data /dev/zero", "cannot read /dev/zero: line 1 has more than 64 MiB"),
     (TRAIN, "--algorithm foo", "algorithm 'foo' is unknown: use eagle1, eagle3 or eagle3.1"),
     (TRAIN, "--tap-layers 1,2,3", "--tap-layers and --borrow-lm-head are for EAGLE-3 heads"),
+    (TRAIN, "--borrow-lm-head", "--tap-layers and --borrow-lm-head are for EAGLE-3 heads"),
     (TRAIN, "--lr nan", "lr nan is out of range"),
     (TRAIN, "--self-fed-decay nan", "self-fed-decay nan is out of range: use >= 0 and <= 1"),
     (TRAIN, "--init-scale -1", "init-scale -1.0 is out of range"),

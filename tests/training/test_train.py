@@ -97,6 +97,7 @@ def test_the_options_reach_the_optimizer(trainer, monkeypatch):
     assert (group["betas"], group["weight_decay"]) == ((0.7, 0.8), 0.25)
     assert group["lr"] == options.lr_at(7) < options.lr / 2
     assert [options.lr_at(n) for n in range(2)] == [options.lr / 2, options.lr]
+    assert [options.lr_at(n) for n in (8, 99)] == pytest.approx([options.lr / 10] * 2)
     for entry, part in zip(made.history, (losses[:4], losses[4:]), strict=True):
         assert entry["loss"] == pytest.approx(sum(part) / 4, abs=1e-5)
     gradients = [p.grad for p in made.head.parameters() if p.grad is not None]

@@ -57,7 +57,8 @@ def test_the_command_survives_a_kill_and_writes_a_head(tiny_dir, text_file, tmp_
     head, header = load_head(out, checkpoint.config)
     assert header["target_fingerprint"] == checkpoint.fingerprint
     assert header["draft_vocab_size"] == 128 == len(head.target_ids())
-    assert header["recipe"].startswith("--loss paper --self-fed-steps 0 --noise 0.1")
+    weights = "--self-fed-steps 0 --noise 0.1 --ce-weight 0.1 --feature-weight 1.0"
+    assert header["recipe"] == f"--loss paper {weights} --lr 0.001 --batch-tokens 200 --seed 0"
     shown = invoke("inspect-head", out)
     assert f"training          {header['recipe']}" in shown.stdout
     record = json.loads((out / "training.json").read_text())
