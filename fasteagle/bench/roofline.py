@@ -200,7 +200,7 @@ class Workload:
         levels = tree.levels
         block, is_eagle3 = head.block, head.eagle3 is not None
         name, parts = "draft head", []
-        for level in range(max(1, levels)):
+        for level in range(levels):
             each = (frontier, frontier) if level else (tree.depth + 1, 1)
             rows, logits = (n * self.sequences for n in each)
             if level == 0 or not is_eagle3:  # EAGLE-3's later levels read the head's own output

@@ -50,6 +50,7 @@ def test_against_transformers(folder, text, monkeypatch, capsys):
     assert lines.count("predicted 1 of 4 windows ...") == 4, lines
     assert lines.count("int8: compared 4 of 4 windows ...") == 1, lines
     assert [q.precision for q in qualities] == ["fp32", "fp32", "int8", "int4-g32"]
+    assert [q.scheme for q in qualities[:2]] == ["unquantized"] * 2
     ids = load_tokenizer(folder).encode(TEXT)[:300]
     windows = [ids[i : i + 64] for i in range(0, 256, 64)]
     full = logits_of(open_checkpoint(folder), windows)
@@ -107,6 +108,8 @@ def test_what_cannot_run_is_refused_before_anything_is_computed(folder, text, mo
     monkeypatch.setattr(quality, "Predictions", raising(AssertionError("it is computed")))
     done = invoke("eval", "--model", folder, "--text", text, "--precision", "fp32,int4-g128")
     assert done.exit_code == 2 and "groups of 128 do not divide" in done.stderr, done.exception
+    done = invoke("eval", "--model", folder, "--text", text, "--precision", "int8,auto-lm4")
+    assert done.exit_code == 2 and "parts of a quantized precision" in done.stderr, done.exception
     done = invoke("eval", "--model", folder, "--text", text, "--json", text / "record.json")
     assert done.exit_code == 2 and "record.json" in done.stderr, done.exception
     invoke("eval", "--model", folder, "--text", text, "--threads", 1, "--precision", "int4-g128")

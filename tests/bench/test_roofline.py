@@ -14,6 +14,8 @@ from fasteagle.bench.measure import memory_bandwidth
 from fasteagle.bench.roofline import (
     DEVICES,
     FINISH_SMALL,
+    GATHER_SMALL,
+    MID,
     OUTLOOKS,
     PASS_SMALL,
     CapturedCycle,
@@ -81,6 +83,8 @@ def test_drafting_is_a_pass_of_the_head_for_each_level():
     parts = work("bf16", 0).drafting(HEAD, TREE)
     assert [part.rows for part in parts if part.name == "draft LM head"] == [1, 4, 4, 4, 4]
     assert [part.rows for part in parts if part.block is not None] == [6, 4, 4, 4, 4]
+    parts = work("bf16", 0).drafting(HEAD, StaticShape(5, None, 23))  # about evenly
+    assert [part.rows for part in parts if part.block is not None] == [6, 5, 5, 5, 5]
     # A trimmed vocabulary saves its part of the LM head in every step.
     trimmed = dataclasses.replace(HEAD, draft_vocab_size=8000)
     saved = draft_ms("bf16", TreeShape(2, 1, 2)) - draft_ms("bf16", TreeShape(2, 1, 2), trimmed)
@@ -138,6 +142,8 @@ def test_launches_of_a_block_that_neither_multiply_nor_attend(changes, launches)
     load = Workload(config, storage_named("int4", config), 100)
     (rest,) = (part for part in load.verifying(1) if part.name == "norms, rest of the pass")
     assert rest.launches == 32 * launches + PASS_SMALL
+    *_, rest = dataclasses.replace(load, sequences=2).verifying(1)
+    assert rest.launches == 32 * launches + PASS_SMALL + GATHER_SMALL
 
 
 @pytest.mark.parametrize("name", ["llama2-7b", "llama3-8b", "qwen3-8b"])
@@ -228,6 +234,26 @@ def test_drafts_of_several_sequences_on_a_3090(precision, together):
         ms = cycle.ms([*load.verifying(16), *load.drafting(HEAD, TREE)]) + finish
         assert speed.drafted == pytest.approx(3600 * n / ms)
         assert speed.plain == pytest.approx(1000 * n / (cycle.ms(load.verifying(1)) + finish))
+
+
+def test_a_dense_product_takes_the_longer_of_memory_and_tensor_cores():
+    card, N = RTX3090.card, 4096
+    slow, fast = card.macs_fp32, card.macs_fp16
+    for name, fp16, macs in (("q", False, slow), ("q", True, fast), ("LM head", True, slow)):
+        cycle = CapturedCycle(card, work("fp16"), fp16)
+        us = [cycle.product_us(Part(name, 1, N=N, K=N, rows=rows)) for rows in (1, N)]
+        memory, products = 2 * N**2 / (936 * MID.reach), N**3 / (82 * macs * card.ghz)
+        assert [each - MID.launch - MID.latency for each in us] == pytest.approx(
+            [memory / 1e3, products / 1e3]
+        )
+
+
+def test_a_short_text_is_read_in_fewer_steps_of_attention():
+    cycles = [CapturedCycle(RTX3090.card, work(context=context)) for context in (64, 256)]
+    parts = [[p for p in cycle.work.verifying(1) if p.block is not None] for cycle in cycles]
+    short, long = (1e3 * cycle.ms(part) for cycle, part in zip(cycles, parts, strict=True))
+    read = LLAMA.kv_bytes(192) / (1e3 * 936 * MID.reach)
+    assert long - short == pytest.approx(32 * 3 * MID.latency + read)
 
 
 def test_an_outlook_changes_times_and_no_tiling(monkeypatch):
