@@ -159,7 +159,9 @@ def test_the_cells_of_the_table():
     row = row_of(*turns, name="eagle", tree=TreeShape(3, 2, 8), peak_bytes=3 * 10**9)
     plain = row_of(Turn([1] * 11, 0.5, 2.0, 10))
     tuned = row_of(*turns, name="fused", tree=TreeShape(3, 2, 8), auto_shares="all")
+    tuned.decoder.auto = "it pays"
     records = reported(plain, row, tuned)
+    assert [record["auto"] for record in records] == [None, None, "it pays"]
     _, cells, tuned = (dict(zip(reports.COLUMNS, reports._cells(r), strict=True)) for r in records)
     assert {name: cells[name] for name in cells if name != "MBU"} == {
         "row": "eagle",

@@ -27,7 +27,7 @@ from fasteagle.loading.open import open_model
 from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.options import DraftOptions, RuntimeOptions
 from fasteagle.prompts import read_questions
-from helpers import raising, write_questions
+from helpers import invoke, raising, save_tiny, write_questions
 
 CPU = RuntimeOptions(device="cpu")
 
@@ -211,6 +211,18 @@ def test_ablations_are_those_of_the_eagle_row(tiny_dir, head_dirs):
     ablated = [d for d in drafters if isinstance(d, AblatedDrafter)]
     assert ablated == [drafters[2], drafters[4]]
     assert [(d.by_confidence, d.reranks) for d in ablated] == [(False, False), (True, True)]
+
+
+def test_transformers_reads_dense_weights_and_a_dense_cache(tmp_path):
+    """Whatever the files and the cache of our rows are."""
+    model, folder = save_tiny(tmp_path / "model", head_dim=64), str(tmp_path / "int8")
+    done = invoke("quantize", "--model", model, "--out", folder, "--int8")
+    assert done.exit_code == 0, done.stderr
+    runtime = RuntimeOptions(device="cpu", kv="int8")
+    options = BenchOptions(folder, ("hf", "plain"), compile=False)
+    theirs, ours = bench.build_rows("auto", options, open_model(folder, runtime), runtime)
+    assert (theirs.precision, theirs.scheme, ours.precision) == (theirs.dtype, None, "int8")
+    assert theirs.weight_bytes > 1.5 * ours.weight_bytes and theirs.kv_bytes > 1.5 * ours.kv_bytes
 
 
 @pytest.mark.parametrize(
