@@ -190,6 +190,21 @@ def test_rows_take_turns_and_each_has_its_own_history(tiny_dir, questions, monke
         assert calls[second][1] == tokenizer.encode(tokenizer.render(messages))
 
 
+def test_a_row_has_the_peak_of_its_own_turns(tiny_dir, questions, monkeypatch):
+    used = iter([9, 9, 5, 3, 2, 4])  # GB: warm-ups, then two turns of each row
+    peak, turn = [0], LLMDecoder.turn
+
+    def noting(self, *arguments):
+        peak[0] = max(peak[0], next(used) * 10**9)
+        return turn(self, *arguments)
+
+    monkeypatch.setattr(LLMDecoder, "turn", noting)
+    meter = (lambda: peak.__setitem__(0, 0)), (lambda: peak[0])
+    monkeypatch.setattr(bench, "peak_meter", lambda device: meter)
+    report = measure(tiny_dir, questions, rows=("plain", "ngram"), limit=1)
+    assert [row["peak_mem_gb"] for row in report["rows"]] == [5.0, 4.0]
+
+
 def test_our_rows_share_weights_and_one_kv_cache(tiny_dir):
     """One cache of 4k is 2 GB at 7B: the rows of a table must not each have one."""
     options = BenchOptions(str(tiny_dir), ("plain", "ngram"), compile=False)

@@ -17,6 +17,7 @@ import torch
 from fasteagle import __version__
 from fasteagle.compile import cycles
 from fasteagle.compile.costs import (
+    TABLE,
     conditions,
     costs_of,
     follow_costs,
@@ -182,6 +183,7 @@ def test_any_order_of_fused_trees_gives_the_text_of_plain_decoding(target, tmp_p
         lambda text: text.replace('"torch"', '"tensor"'),
         lambda text: text.replace(f'"{torch.__version__}"', '"1.0"'),
         lambda text: text.replace(f'"fasteagle": "{__version__}"', '"fasteagle": "0.0"'),
+        lambda text: text.replace(f'"table": {TABLE}', '"table": 0'),
         lambda text: re.sub('"device": "[^"]*"', '"device": "i386"', text),
         lambda text: text[:40],
         lambda text: "[]",
@@ -199,6 +201,13 @@ def test_a_table_that_does_not_fit_is_ignored_with_one_line(engine, damage):
     lines = []
     assert load_costs(engine, engine.drafter, lines.append) is None
     assert len(lines) == 1 and "tuner" in lines[0] and "\n" not in lines[0]
+
+
+def test_a_table_that_cannot_be_read_is_ignored_with_one_line(engine):
+    engine.drafter.tuning.path.mkdir()
+    lines = []
+    assert load_costs(engine, engine.drafter, lines.append) is None
+    assert len(lines) == 1 and "cannot be used" in lines[0]
 
 
 def test_a_table_without_chains_is_measured_anew_where_chains_are_drafted(target, tmp_path):
