@@ -18,7 +18,7 @@ from fasteagle.bench.report import build_report, print_report
 from fasteagle.bench.rivals.ablation import AblatedDrafter
 from fasteagle.bench.rivals.medusa import HEADS, RANKS, MedusaHeads, save_medusa
 from fasteagle.bench.row_spec import ROW_NAMES, RowSpec
-from fasteagle.bench.rows import EngineDecoder
+from fasteagle.bench.rows import Decoder, EngineDecoder, Row, Turn
 from fasteagle.bench.run import run
 from fasteagle.decoding.runner import Runner
 from fasteagle.errors import FasteagleError
@@ -192,17 +192,29 @@ def test_rows_take_turns_and_each_has_its_own_history(tiny_dir, questions, monke
 
 def test_a_row_has_the_peak_of_its_own_turns(tiny_dir, questions, monkeypatch):
     used = iter([9, 9, 5, 3, 2, 4])  # GB: warm-ups, then two turns of each row
-    peak, turn = [0], LLMDecoder.turn
+    peak, turn = [0], EngineDecoder.turn
 
     def noting(self, *arguments):
         peak[0] = max(peak[0], next(used) * 10**9)
         return turn(self, *arguments)
 
-    monkeypatch.setattr(LLMDecoder, "turn", noting)
-    meter = (lambda: peak.__setitem__(0, 0)), (lambda: peak[0])
-    monkeypatch.setattr(bench, "peak_meter", lambda device: meter)
+    monkeypatch.setattr(EngineDecoder, "turn", noting)
+    monkeypatch.setattr(bench, "reset_peak", lambda device: peak.__setitem__(0, 0))
+    monkeypatch.setattr(bench, "peak_bytes", lambda device: peak[0])
     report = measure(tiny_dir, questions, rows=("plain", "ngram"), limit=1)
     assert [row["peak_mem_gb"] for row in report["rows"]] == [5.0, 4.0]
+
+
+def test_another_process_begins_anew_and_has_a_peak_of_its_own(tiny_dir, monkeypatch):
+    decoder, calls = Decoder(), []
+    decoder.peak_bytes = 7
+    monkeypatch.setattr(Decoder, "restart", lambda self: calls.append("restart"))
+    monkeypatch.setattr(
+        Decoder, "turn", lambda self, *_: calls.append("turn") or Turn([5], 0.1, 0.0, 0)
+    )
+    row = Row("gpt-fast", "int4", decoder, 1)
+    bench.answer(row, ["one", "two"], load_tokenizer(tiny_dir), 9, torch.device("cpu"))
+    assert calls == ["restart", "turn", "turn"] and row.peak_bytes == 7
 
 
 def test_our_rows_share_weights_and_one_kv_cache(tiny_dir):

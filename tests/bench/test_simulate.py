@@ -38,7 +38,7 @@ def test_a_supplied_tau_is_labelled_wherever_it_reaches(script, tiny_preset, que
     words = "--precision bf16,int4 --rows hf,plain,eagle,eagle-chain,ngram --simulate-tau 2.5"
     report, text = run_dummy(script, tiny_preset, questions, tmp_path, words)
     rows = {(row["precision"], row["name"]): row for row in report["rows"]}
-    assert len(rows) == 5 + 4  # transformers has no int4
+    assert len(report["rows"]) == len(rows) == 5 + 4  # transformers has no int4
     for (precision, name), row in rows.items():
         eagle = name.startswith("eagle")
         assert row["simulated"] is eagle
@@ -60,13 +60,13 @@ def test_a_supplied_tau_is_labelled_wherever_it_reaches(script, tiny_preset, que
 
 
 def test_dummy_weights_without_a_tau_are_measured(script, tiny_preset, questions, tmp_path):
-    words = "--precision fp32 --rows plain,eagle,eagle-static --tree-depth 2"
+    words = "--precision fp32 --rows plain,eagle,eagle-static --tree-depth 2 --threads 1"
     report, text = run_dummy(script, tiny_preset, questions, tmp_path, words)
     plain, *drafting = report["rows"]
     for row in drafting:
         assert row["outputs"] == plain["outputs"]  # a random head changes nothing either
         assert not row["simulated"] and row["accepted_by_depth"] is not None
-    assert "simulated" not in text
+    assert "simulated" not in text and report["meta"]["threads"] == 1
 
 
 def made(name, precision):
