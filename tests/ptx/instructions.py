@@ -125,7 +125,7 @@ class _Compiler:
         elif line.opcode == "selp":
             function, types[2] = lambda x, y, which: np.where(which, x, y), "pred"
         else:
-            name = line.opcode + ".relu" * ("relu" in line.modifiers)
+            name = ".".join([line.opcode, *(m for m in line.modifiers if m in ("relu", "NaN"))])
             function = (values.REALS if is_float(t) else values.INTEGERS).get(name)
             types[1:3] = ["u32"] * 2 if name in ("shl", "shr", "bfe") else types[1:3]
         if function is None or ("rz" in line.modifiers and t != "f32"):

@@ -174,6 +174,17 @@ def test_unknown_forms_are_refused(card, code):
         launch_by_hand(torch.zeros(64, dtype=torch.int32))
 
 
+@pytest.mark.parametrize(
+    ("code", "bits"),
+    [("max", 0x3F800000), ("max.NaN", 0x7FC00000), ("min", 0x3F800000), ("min.NaN", 0x7FC00000)],
+)
+def test_larger_and_smaller_numbers_beside_nan(card, code, bits):
+    compared = f"{code}.f32 %r2, 0f7FC00000, 0f3F800000; st.global.b32 [%rd3], %r2; ret; }}"
+    card.edit = lambda ptx: HEAD + compared
+    launch_by_hand(memory := torch.zeros(64, dtype=torch.int32))
+    assert (memory == bits).all()
+
+
 def launch_by_hand(memory: torch.Tensor) -> None:
     """Run a program in place of a kernel with one pointer first."""
     order_kernels.relations_kernel[(1,)](

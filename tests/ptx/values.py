@@ -106,7 +106,7 @@ def _bit_field(x: np.ndarray, position: np.ndarray, length: np.ndarray) -> np.nd
 
 REALS: dict[str, Callable] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide,
-    "min": np.fmin, "max": np.fmax,
+    "min": np.fmin, "max": np.fmax, "min.NaN": np.minimum, "max.NaN": np.maximum,
     "fma": lambda x, y, z: x.astype(np.float64) * y + z,  # rounded once, to the type
     "neg": np.negative, "abs": np.abs, "sqrt": np.sqrt, "ex2": np.exp2,
     "rsqrt": lambda x: 1 / np.sqrt(x),
@@ -125,7 +125,7 @@ _RELATIONS: dict[str, Callable] = {
 }  # fmt: skip
 # Of arithmetic; subnormal numbers are kept, also where "ftz" would make them 0.
 MODIFIERS = {*WIDTHS, *_RELATIONS, *(f"{relation}u" for relation in _RELATIONS), "nan", "num"}
-MODIFIERS |= {"rn", "approx", "full", "ftz", "lo", "hi", "wide", "relu", "rz", "rzi"}
+MODIFIERS |= {"rn", "approx", "full", "ftz", "lo", "hi", "wide", "relu", "rz", "rzi", "NaN"}
 
 
 def toward_zero(function: Callable) -> Callable:
