@@ -364,17 +364,13 @@ def test_one_run_of_the_draft_head_for_all_takes_less_than_one_for_each():
     assert alone < company._draft_ms(policy, 4, SIZES[2]) < 2 * alone
 
 
-def test_the_rest_of_a_cycle_takes_time_for_each_sequence():
-    """Where sizes were not in use yet, the slower rest makes drafting worth less."""
+def test_sizes_that_were_not_in_use_cost_the_rows_of_all_and_the_rest_of_each():
     speeds = []
     for n in (1, 8):
         for other in (0.1, 1.0):
             policy = policy_of(dataclasses.replace(CARD, other=other), *SIZES)
             speeds.append(Company()._speed_of(Sharing(n, policy), SIZES[0]))
     assert speeds[0] < 1.2 * speeds[1] and speeds[2] > 1.5 * speeds[3]
-
-
-def test_a_size_that_was_not_in_use_is_expected_to_cost_the_rows_of_all():
     policy = policy_of(dataclasses.replace(CARD, passes={1: 6.5, 16: 6.5, 128: 52.0}), *SIZES)
     one, eight = (Company()._speed_of(Sharing(n, policy), SIZES[3]) for n in (1, 8))
     assert eight < 1.5 * one
