@@ -161,7 +161,7 @@ class Context:
         self.reserve(len(prompt))
         if drafter is not None and not begin:
             drafter.begin(prompt[0])
-        unseen: list[Tensor] = []  # features for the drafter: showing it a few rows takes as long
+        unseen: list[Tensor] = []  # features; showing a few takes nearly as long as many
         for first, end in self._passes(begin, n_cached, len(prompt)):
             cached = self.cache.rows[:, :, first : min(end, n_cached)]  # none from `n_cached` on
             before = cached.clone()
