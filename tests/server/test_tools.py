@@ -57,10 +57,13 @@ def test_a_call_that_must_be_made(client, live, monkeypatch, template, choice):
     assert again.usage.prompt_tokens > reply.usage.prompt_tokens
 
 
-def test_a_template_that_takes_no_tools(client, live):
+def test_tools_that_the_template_or_the_form_do_not_take(client, live, monkeypatch):
     with pytest.raises(openai.BadRequestError, match="chat template takes none"):
         ask(client, live)
     assert ask(client, live, tool_choice="none").choices[0].message.content is not None
+    monkeypatch.setattr(live.llm.tokenizer, "_template", QWEN)
+    with pytest.raises(openai.BadRequestError, match="contradicts the form asked for"):
+        ask(client, live, tool_choice="required", extra_body={"guided_regex": "a"})
 
 
 def test_calls_that_are_no_json_are_texts_of_the_conversation(client, live, monkeypatch):
