@@ -195,7 +195,8 @@ def _calibrate(
     compile_now(engine)
     store = cached_features(engine, conversations, work.folder / key, aux_layers=aux_layers)
     held_out = choose_held_out(conversations, max(8, len(conversations) // 8))
-    training = [c for i, c in enumerate(conversations) if i not in set(held_out)]
+    left_out = set(held_out)
+    training = [c for i, c in enumerate(conversations) if i not in left_out]
     first = with_draft_vocab(head.head, training, engine.model, options.draft_vocab)
 
     def student(n_steps: int) -> Trainer:

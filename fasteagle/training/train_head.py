@@ -90,7 +90,8 @@ def _train_head(
     text = store_key(conversations, computed, aux_layers)
     store = _features(runtime, conversations, run, aux_layers, text, ranks)
     held_out = choose_held_out(conversations, run.held_out)
-    training = [c for i, c in enumerate(conversations) if i not in set(held_out)]
+    left_out = set(held_out)
+    training = [c for i, c in enumerate(conversations) if i not in left_out]
     target = runtime.engine.model
     head, loss_ids = head_to_train(target, training, init, options)
     origin = f"{text} {None if run.init is None else files_digest(run.init)}"
