@@ -71,7 +71,7 @@ class Engine(Context):
                 f"room for {self.fixed_slots - 2:,}"
             )
         check_rows(rows, self.backend.most_rows)
-        self.shown = 0  # the drafter may have seen another conversation
+        self._set_known(0)  # the drafter may have seen another conversation
         self.drafter = drafter
         self._specs_of: dict[object, CycleSpec] = {}
         self._reach = 0  # most tokens of this answer that caches have had room for
@@ -212,7 +212,7 @@ class Engine(Context):
         finally:
             has_drafted = self.runner.drop(launched)
             if self.stats.finish and not has_drafted:
-                self._show_pending(keep_last=False)
+                self._keep_pending()
 
     def _next_spec(
         self, kind: SamplingMode, launched: deque[CycleSpec], speculate: bool
@@ -234,7 +234,9 @@ class Engine(Context):
             if self._most_pending(launched) > room:
                 if launched:
                     return None
-                self._show_pending()
+                self._keep_pending()
+            if spec.extends:
+                self._show_kept(self.cached)
         # Caches do not shrink during an answer, though a cycle may bring less than it might.
         self._reach = max(self._reach, reach)
         self.reserve(self._reach, spec.rows, spec.width)
@@ -267,8 +269,8 @@ class Engine(Context):
         return CycleSpec(shape, width, kind, accept)
 
     def _most_pending(self, launched: deque[CycleSpec]) -> int:
-        """Return the largest number of committed positions that the draft head has not seen."""
-        most = len(self.cached) - self.shown
+        """Return the largest number of pairs that may be pending for the draft head."""
+        most = len(self.cached) - self.known
         skips = self.drafter is not None and self.drafter.may_skip_head
         for spec in launched:
             most = spec.depth + 1 + (0 if spec.extends and not skips else most)
@@ -288,7 +290,8 @@ class Engine(Context):
         self.stats.add_times(done.draft_seconds, done.verify_seconds)
         extended = spec.extends if done.extended is None else done.extended
         if extended:
-            self.shown = len(self.cached)  # the drafter saw all of them as the cycle began
+            # The drafter saw all of them as the cycle began.
+            self.shown = self.known = len(self.cached)
         if self.drafter is not None:
             outcome = Outcome(
                 accepted=len(new) - 1,

@@ -304,7 +304,11 @@ def propose(drafter, state: DecodeState, new: Committed, root: int) -> DraftTree
 
 @torch.no_grad()
 def assert_true_pairs(engine: Engine, text: list[int], missing: int) -> None:
-    """The draft head's cache is as if it had been shown the whole text, but `missing`, at once."""
+    """The draft head's cache is as if it had been shown the whole text, but `missing`, at once.
+
+    What is still kept for it is shown to it before.
+    """
+    engine._show_kept(text)
     n, head = engine.shown, engine.drafter.head
     assert n > len(text) - missing
     fresh = EagleDrafter(head, TreeShape(3, 3, 8))

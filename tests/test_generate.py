@@ -106,6 +106,7 @@ def test_chunks_of_a_prompt_are_longer_on_a_gpu(model, monkeypatch):
         show(drafter, new, end)
 
     monkeypatch.setattr(EagleDrafter, "show", counted)
+    monkeypatch.setattr("fasteagle.decoding.context.MOST_KEPT", 92)
     for n in (7, 70):
         monkeypatch.setattr("fasteagle.decoding.context.HEAD_CHUNK", n)
         other = Engine(model, 512, drafter=EagleDrafter(drafter.head, TreeShape(3, 3, 8)))
@@ -117,6 +118,7 @@ def test_chunks_of_a_prompt_are_longer_on_a_gpu(model, monkeypatch):
         next(prefill)
     prefill.close()
     assert (other.shown, len(other.cached)) == (93, 124), "broken off before the second time"
+    assert other.known == 124
     assert_true_pairs(other, prompt + generated(other, 40, prompt), missing=10)
     monkeypatch.undo()
     engine.on_cpu = False

@@ -14,7 +14,16 @@ from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.generate import Engine
 from fasteagle.model import Transformer
 from fasteagle.shapes import TreeShape
-from helpers import GREEDY, PROMPT, eagle3_of, generated, random_head, random_target, tiny_config
+from helpers import (
+    GREEDY,
+    PROMPT,
+    assert_true_pairs,
+    eagle3_of,
+    generated,
+    random_head,
+    random_target,
+    tiny_config,
+)
 
 
 @pytest.fixture(scope="module", params=["eagle1", "eagle3"])
@@ -64,7 +73,7 @@ def test_prompts_are_computed_alike_with_and_without_a_draft_head(window, monkey
         text = PROMPT + said
         n_same = len(engine.cached)
         rows = engine.cache.rows[:, :, :n_same].clone()
-        assert drafter is None or n_same - engine.shown > 90
+        assert drafter is None or n_same - engine.known > 90
         passes.clear()
         engine.prefill([*text[:n_same], *[7] * 100])
         assert torch.equal(engine.cache.rows[:, :, :n_same], rows)
@@ -82,8 +91,12 @@ def test_prompts_are_computed_alike_with_and_without_a_draft_head(window, monkey
     assert first_turn == [(0, 300, beginning), (300, n + 101, after)]
 
 
-def test_a_changed_history_changes_the_pair_before_it(target, head):
-    """The last common token has another one after it, which the draft head must see."""
+@pytest.mark.parametrize("drafts", [True, False])
+def test_a_changed_history_changes_the_pair_before_it(target, head, drafts):
+    """The last common token has another one after it, which the draft head must see.
+
+    What it does not see, because nothing is drafted before the change, is not of the first history.
+    """
     drafter = EagleDrafter(head, TreeShape(3, 4, 7))
     engine, shown = Engine(target, 512, drafter=drafter), []
     show = drafter.show
@@ -97,7 +110,39 @@ def test_a_changed_history_changes_the_pair_before_it(target, head):
     drafter.show = shows
     first, other = list(range(5, 25)), [*range(5, 15), 40, 41, 42]
     engine.prefill(first)
-    assert shown == list(enumerate(first[1:]))
-    shown.clear()
-    engine.prefill(other)
-    assert shown == [(9, 40), (10, 41), (11, 42)]
+    assert not shown
+    if drafts:
+        engine._show_kept(first)
+        assert shown == list(enumerate(first[1:]))
+        shown.clear()
+    assert engine.prefill(other).n_cached == 9
+    engine._show_kept(other)
+    assert shown == list(enumerate(other[1:]))[9 if drafts else 0 :]
+
+
+@pytest.mark.parametrize("most", [1024, 40])
+def test_the_head_is_shown_a_prompt_when_it_is_to_draft(target, head, most, monkeypatch):
+    """Not before the first token, and never in an answer without drafts; but few features wait."""
+    monkeypatch.setattr("fasteagle.decoding.context.MOST_KEPT", most)
+    monkeypatch.setattr(Engine, "prefill_chunk", 32)
+    shown, show = [], EagleDrafter.show
+
+    def noted(drafter, new, seq_len):
+        shown.append(int(seq_len))
+        show(drafter, new, seq_len)
+
+    monkeypatch.setattr(EagleDrafter, "show", noted)
+    engine, prompt = (
+        Engine(target, 512, drafter=EagleDrafter(head, TreeShape(3, 4, 7))),
+        PROMPT * 12,
+    )
+    text = prompt + generated(engine, 20, prompt, speculate=False)
+    early = [] if most == 1024 else [64, 114]
+    assert shown == early and engine.known == len(text) - 2
+    text = [*text, 7, 3]
+    answer = engine.generate(text, GREEDY, 20)
+    first = next(answer)
+    assert shown == early
+    text = [*text, *first, *itertools.chain.from_iterable(answer)]
+    assert shown == [*early, len(prompt) + 21], "all of the prompt but its last pair"
+    assert_true_pairs(engine, text, missing=10)

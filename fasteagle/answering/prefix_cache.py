@@ -19,10 +19,11 @@ from fasteagle.generate import Engine
 
 @dataclasses.dataclass
 class _Sequence:
-    """Sequence: its tokens, how many the drafter has seen, its rows of every cache."""
+    """Sequence: its tokens, what the drafter knows of them, its rows of every cache."""
 
     tokens: list[int]
     shown: int
+    kept: list[Tensor]  # see `Context`
     drafter: object
     rows: list[Tensor]  # [2 L, G, n, E] each: the target's, then the drafter's own
 
@@ -32,11 +33,11 @@ class _Sequence:
         slots = [cache.n_slots for cache in engine.caches]  # few where the drafter is a new one
         n = min(most, len(engine.cached), *slots)
         rows = [cache.rows[:, :, :n] for cache in engine.caches]
-        return cls(engine.cached[:n], engine.shown, engine.origin, rows)
+        return cls(engine.cached[:n], engine.shown, engine.kept, engine.origin, rows)
 
     @property
     def n_bytes(self) -> int:
-        return sum(rows.numel() * rows.element_size() for rows in self.rows)
+        return sum(tensor.numel() * tensor.element_size() for tensor in (*self.kept, *self.rows))
 
 
 class PrefixCache:
@@ -74,7 +75,8 @@ class PrefixCache:
             self._keep(engine)
         if longest is not None:
             rows = [rows[:, :, :most] for rows in longest.rows]
-            engine.take(longest.tokens[:most], min(longest.shown, most), rows)
+            kept = [features.to(engine.device) for features in longest.kept]
+            engine.take(longest.tokens[:most], longest.shown, kept, rows)
             if any(other is longest for other in self._stored):  # else of an engine, or dropped
                 self._stored = [*(one for one in self._stored if one is not longest), longest]
 
@@ -93,7 +95,10 @@ class PrefixCache:
         self._stored = [
             one for one in self._stored if common_prefix(one.tokens, tokens) < len(one.tokens)
         ]
-        while self.n_bytes + n * of_one > self.limit:
+        if own.n_bytes > self.limit:
+            own.kept = []
+        while self.n_bytes + own.n_bytes > self.limit:
             self._stored.pop(0)
+        own.kept = [features.to(self.device) for features in own.kept]
         own.rows = [rows.to(self.device, copy=True) for rows in own.rows]
         self._stored.append(own)

@@ -35,7 +35,7 @@ PREFILL_CHUNK_CUDA = 1024
 # Pairs a draft head is shown at once: limits its attention scores, or in tree attention the states
 # of splits, 71 MB in the shape of 7B over 4,096 positions.
 HEAD_CHUNK = 256
-FEW_PAIRS = 8  # number of rows that a follow-up question may compute again
+MOST_KEPT = 1024  # positions whose features wait for the draft head to be run
 FEW_TOKENS = 32  # of a text: computing so many again costs no more than storing or copying them
 MAX_TREE_ROWS = 64  # cache rows free past the context for tokens not yet committed
 
@@ -52,7 +52,8 @@ class Context:
     """One model and one sequence: the KV cache, the tokens in it, and the drafter if any.
 
     `cached` are the tokens whose keys and values lie in slots `0 .. len(cached) - 1`; slots past
-    them are never read. The drafter has seen `shown` of them.
+    them are never read. The drafter has seen `shown` of them; the features of the next ones, up to
+    `known`, are `kept` until it drafts, which it may never do.
     """
 
     def __init__(
@@ -69,7 +70,8 @@ class Context:
         self.state = DecodeState(model, self.cache, max_seq_len)
         self.runner = self.backend.runner(self.state)
         self.cached: list[int] = []
-        self.shown = 0  # committed positions that the drafter has seen
+        self.shown = self.known = 0  # committed positions
+        self.kept: list[Tensor] = []  # [n, F] each
         self.drafter: Drafter | None = None
 
     @property
@@ -109,7 +111,7 @@ class Context:
 
     @torch.no_grad()
     def prefill(self, prompt: Sequence[int]) -> Prefilled:
-        """Fill the cache with exactly `prompt`; show the drafter all of it but the last pair.
+        """Fill the cache with exactly `prompt`; keep the features that the drafter has to be shown.
 
         Raises `EngineError` where memory is short.
         """
@@ -153,15 +155,13 @@ class Context:
         if reads:
             # The drafter's pairs are a feature and the token after it. The last token of the common
             # prefix may be followed by another one now, and only a pass computes its feature.
-            begin = max(0, min(same - 1, self.shown))
+            begin = max(0, min(same - 1, self.known))
         if self.on_cpu:
             n_cached = begin  # our CPU kernels compute a row alike in any pass
-        self.shown = begin
-        del self.cached[begin:]
+        self._cut(begin)
         self.reserve(len(prompt))
         if drafter is not None and not begin:
             drafter.begin(prompt[0])
-        unseen: list[Tensor] = []  # features; showing a few takes nearly as long as many
         for first, end in self._passes(begin, n_cached, len(prompt)):
             cached = self.cache.rows[:, :, first : min(end, n_cached)]  # none from `n_cached` on
             before = cached.clone()
@@ -169,11 +169,8 @@ class Context:
             cached.copy_(before)
             read = normed if aux_states is None else aux_states
             self.cached.extend(prompt[first:end])
-            if drafter is not None and reads:
-                unseen.append(read)
-                if end == len(prompt) or end - self.shown >= HEAD_CHUNK:
-                    self._show(drafter, prompt[self.shown + 1 : end + 1], torch.cat(unseen))
-                    unseen.clear()
+            if reads:
+                self._keep(read if end < len(prompt) else read[:-1], prompt)
             if end < len(prompt):
                 yield None
         yield Prefilled(normed[-1:], read[-1:], begin)
@@ -194,33 +191,46 @@ class Context:
             yield first, end
             first = end
 
-    def _show(self, drafter: Drafter, after: Sequence[int], read: Tensor) -> None:
-        """Show a draft head the next features, which `read` begins with, and the tokens `after`."""
-        begin = self.shown
-        for at in range(0, len(after), HEAD_CHUNK):
-            part = after[at : at + HEAD_CHUNK]
-            tokens = torch.tensor(part, device=self.device)
-            count = torch.tensor([len(part)], device=self.device)
-            end = begin + at + len(part)
-            new = Committed(tokens, read[at : at + len(part)], count)
-            drafter.show(new, torch.tensor(end, device=self.device))
-            self.shown = end  # not before: memory may be short for it
+    def _keep(self, features: Tensor, text: Sequence[int]) -> None:
+        """Keep features of the next positions, or show them; `text` has the token after each."""
+        self.kept.append(features)
+        self.known += len(features)
+        if self.known - self.shown > MOST_KEPT:
+            self._show_kept(text)
 
-    def _show_pending(self, keep_last: bool = True) -> None:
-        """Show the draft head the pairs that it has not seen, all or all but the last.
+    def _keep_pending(self) -> None:
+        """Keep the features of the pairs that are pending, all but the last."""
+        state, n = self.state, len(self.cached) - self.known
+        if self.drafter is not None and self.drafter.reads_features and n > 1:
+            features = state.features[: n - 1].clone()
+            state.keep_last_pair(n)
+            self._keep(features, self.cached)
 
-        After plain passes these may be many, and the next prompt would have to compute them again.
-        """
-        drafter, state = self.drafter, self.state
-        n = len(self.cached) - self.shown
-        if drafter is not None and drafter.reads_features and (keep_last or n > FEW_PAIRS):
+    def _show_kept(self, text: Sequence[int]) -> None:
+        """Show the draft head what is kept for it: a few takes nearly as long as many."""
+        while self.drafter is not None and self.shown < self.known:
+            end = min(self.shown + HEAD_CHUNK, self.known)
+            kept, n = torch.cat(self.kept), end - self.shown
+            tokens = torch.tensor(text[self.shown + 1 : end + 1], device=self.device)
             count = torch.tensor([n], device=self.device)
-            seq_len = torch.tensor(len(self.cached), device=self.device)
-            drafter.show(Committed(state.tokens[:n], state.features[:n], count), seq_len)
-            self.shown = len(self.cached)
-            if keep_last:
-                state.keep_last_pair(n)
-                self.shown -= 1
+            seq_len = torch.tensor(end, device=self.device)
+            self.drafter.show(Committed(tokens, kept[:n], count), seq_len)
+            # Not before: memory may be short for it.
+            self.kept, self.shown = [kept[n:]] if end < self.known else [], end
+
+    def _set_known(self, shown: int, kept: Sequence[Tensor] = ()) -> None:
+        """Let the drafter know these positions of the text, as far as they are cached."""
+        n = len(self.cached)
+        self.shown = self.known = min(shown, n)
+        self.kept = []
+        if kept and shown < n:
+            self.kept = [torch.cat([*kept])[: n - shown]]
+            self.known += len(self.kept[0])
+
+    def _cut(self, n: int) -> None:
+        """Forget what comes after the first `n` tokens."""
+        del self.cached[n:]
+        self._set_known(self.shown, self.kept)
 
     def _run(
         self, ids: Sequence[int], begin: int, aux_layers: tuple[int, ...]
@@ -273,8 +283,7 @@ class Context:
 
     def restart(self) -> None:
         """Forget the conversation."""
-        self.cached.clear()
-        self.shown = 0
+        self._cut(0)
 
     def give_back(self) -> None:
         """Forget the conversation, and free the memory of caches that grow with the text."""
@@ -294,17 +303,20 @@ class Context:
         return sum(cache.rows[:, :, :1].nbytes for cache in self.caches)
 
     @torch.no_grad()
-    def take(self, tokens: Sequence[int], shown: int, rows: Sequence[Tensor]) -> None:
+    def take(
+        self, tokens: Sequence[int], shown: int, kept: Sequence[Tensor], rows: Sequence[Tensor]
+    ) -> None:
         """Go on from other tokens, whose `rows` [2 L, G, n, E] of each cache are copied.
 
-        The drafter that filled them had seen `shown` of the tokens.
+        The drafter that filled them had seen `shown` of the tokens; the features of the next ones
+        were `kept`.
         """
         self.restart()
         self.reserve(len(tokens))
         for cache, own in zip(self.caches, rows, strict=True):
             cache.rows[:, :, : len(tokens)].copy_(own)
         self.cached[:] = tokens
-        self.shown = shown
+        self._set_known(shown, kept)
 
     def _forget_everything(self) -> None:
         """Clear the caches: a NaN in a row past the text would spoil every later answer.

@@ -12,7 +12,7 @@ from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.generate import Engine
 from fasteagle.options import SamplingParams
 from fasteagle.shapes import TreeShape
-from helpers import captured_engine, eagle3_of, generated, random_head
+from helpers import assert_true_pairs, captured_engine, eagle3_of, generated, random_head
 
 BYTES_OF_TOKEN = 2 * 2 * 2 * 8 * 4
 
@@ -174,6 +174,41 @@ def test_the_drafter_is_shown_what_it_has_not_seen_when_it_was_kept(target):
     answer(engine, text(2), cache)
     cache.turn_to(engine, [*whole, 9])
     assert (engine.shown, engine.cached) == (shown, whole)
+
+
+@pytest.mark.parametrize("where", ["stored", "stored elsewhere", "beside", "no room"])
+def test_features_that_the_draft_head_was_not_shown_come_along(target, where):
+    """Nothing is drafted in the first answer; the second one drafts with all pairs before it."""
+    made = drafters(target)["eagle"]()
+    engine, whole = Engine(target, 512, drafter=made), text(1) + text(7, 20)
+    bytes_of_token = BYTES_OF_TOKEN + 2 * 2 * 8 * 4
+    cache = PrefixCache(119 * bytes_of_token if where == "no room" else 2**30)
+    if where == "stored elsewhere":
+        cache.device = "meta"
+    generated(engine, 20, text(1), speculate=False)
+    assert (engine.shown, engine.known, len(engine.cached)) == (0, 118, 119)
+    whole = [*engine.cached, *text(7, 20)]
+    if where == "beside":
+        other = Engine(target, 512, drafter=made.sibling())
+        cache.turn_to(other, whole, [engine])
+        engine = other
+    else:
+        answer(engine, text(2), cache)
+        kept = cache._stored[0].kept
+        assert sum(map(len, kept)) == (0 if where == "no room" else 118)
+        assert all(features.device == torch.device(cache.device) for features in kept)
+        if where == "stored elsewhere":
+            return
+        cache.turn_to(engine, whole)
+    assert (engine.shown, engine.known, len(engine.cached)) == (
+        0,
+        0 if where == "no room" else 118,
+        119,
+    )
+    new = answer(engine, whole)
+    assert new == answer(Engine(target, 512), whole)
+    assert engine.stats.cached_tokens == (0 if where == "no room" else 118)
+    assert_true_pairs(engine, whole + new, missing=10)
 
 
 def test_a_sequence_whose_beginning_is_used_counts_as_used(target):

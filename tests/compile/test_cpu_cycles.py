@@ -132,6 +132,7 @@ def test_what_follows_a_stop_is_dropped(native, name):
     if engine.drafter is not None:  # it has seen pairs of the text alone
         n, whole = engine.shown, engine_of(native, drafter_of(native, name))
         whole.prefill([1, 2, 3, *stopped])
+        whole._show_kept(whole.cached)
         rows, expected = (own.drafter.caches[0].rows[:, :, 1:n] for own in (engine, whole))
         assert n > 10 and torch.allclose(rows, expected, atol=0.05)
     prompt = [1, 2, 3, *stopped, 9, 8]
@@ -280,13 +281,13 @@ def test_a_cycle_after_a_pause_reads_few_pairs(native, monkeypatch):
     monkeypatch.setattr(EagleDrafter, "head_gain", None)
     monkeypatch.setattr(NativeCycles, "run", counted)
     engine = engine_of(native, drafter_of(native, "fused eagle3"))
-    shown, show = [], Engine._show_pending
+    shown, keep = [], Engine._keep_pending
 
-    def noted(engine, keep_last=True):
-        shown.append(len(engine.cached) - engine.shown)
-        show(engine, keep_last)
+    def noted(engine):
+        shown.append(len(engine.cached) - engine.known)
+        keep(engine)
 
-    monkeypatch.setattr(Engine, "_show_pending", noted)
+    monkeypatch.setattr(Engine, "_keep_pending", noted)
     chunks_of(engine, n=300)
     assert counts[19][0] > 50 and not any(counts[19][1])
     assert shown[0] == counts[19][0] and any(counts[20][1])
