@@ -2,9 +2,9 @@
 
 A block of 4-bit weights is eight launches: norm, query-key-value, two of attention (the first with
 RoPE and the new keys), output, norm, gate and up, down. It takes one more where gate and up are
-split along K, one where attention heads have norms or more than 128 columns, one to choose experts,
-and two for a shared expert. The partial sums of a split product, and the results of a row's
-experts, are added up by the kernel that reads them. Of more than 64 rows, products are cuBLAS's
+split along K, one where attention heads have more than 128 columns, one to choose experts, and two
+for a shared expert. The partial sums of a split product, and the results of a row's experts, are
+added up by the kernel that reads them. Of more than 64 rows, products are cuBLAS's
 over dequantized weights, and attention of a prompt is torch's. The block of a draft head runs
 alone, between the layers of `EagleHead.forward`.
 
@@ -246,18 +246,17 @@ def _attention(
     parts = kernels.partial_sums(normed, weights.qkv, settings.accumulate)
     T, _, E = rows.cos.shape
     new = tree_kernels.Unrotated(
-        parts, weights.qkv_bias, *rows[:3], weights.out.K // E, weights.mlp_norm.dtype
+        *(parts, weights.qkv_bias, *rows[:3], weights.out.K // E, weights.mlp_norm.dtype),
+        *(weights.q_norm, weights.k_norm, settings.eps),
     )
-    norms = weights.q_norm, weights.k_norm
     if not isinstance(view, TreeView):
-        q = block_kernels.rope(new, norms, k_cache, v_cache, settings.eps)
+        q = block_kernels.rope(new, k_cache, v_cache)
         y = prompt_attention(q, k_cache, v_cache, view)
         y = y.view(len(y), -1, T, E).permute(2, 0, 1, 3).reshape(T, -1).to(half)
-    # Norms of attention heads are sums, whose order must not depend on the block of rows.
-    elif weights.q_norm is None and E <= tree_kernels.MAX_ROPE_DIM:
+    elif tree_kernels.rotates(new):
         y = tree_kernels.rope_attention(new, k_cache, v_cache, view, half)
     else:
-        q = block_kernels.rope(new, norms, k_cache, v_cache, settings.eps)
+        q = block_kernels.rope(new, k_cache, v_cache)
         y = tree_kernels.tree_attention(q, k_cache, v_cache, view, half)
     return kernels.partial_sums(y, weights.out, settings.accumulate)
 

@@ -13,56 +13,8 @@ import triton
 import triton.language as tl
 
 from fasteagle.compile.kernels.int8_kernels import int8_rows, write_rows
+from fasteagle.compile.kernels.rope_kernels import turned_rows
 from fasteagle.compile.kernels.sequence_kernels import BLOCK_FIELDS, keys_and_values
-
-
-@triton.jit
-def _turned_rows(
-    sums_ptr,
-    bias_ptr,
-    cos_ptr,
-    sin_ptr,
-    row,
-    column,
-    real,
-    T,
-    Np,
-    n_parts,
-    E: tl.constexpr,
-    E_PAD: tl.constexpr,
-    BIASED: tl.constexpr,
-    TURNED: tl.constexpr,
-):
-    """Return the sum of the parts of queries, keys or values in fp32 [BLOCK, E], after RoPE.
-
-    `column` [BLOCK] is where the attention head of each row `row` [BLOCK] begins. Elements combine
-    only in pairs, so that bits do not depend on the block: they equal those of `rope_kernel`.
-    """
-    e = tl.arange(0, E_PAD)
-    mask = real[:, None] & (e < E)[None, :]
-    across = tl.where(e < E // 2, e + E // 2, e - E // 2)  # the other element of the pair
-    RUN: tl.constexpr = min((E // 2) & -(E // 2), 8)  # always consecutive: vector loads
-    across = tl.max_contiguous(tl.multiple_of(across, RUN), RUN)
-    own = tl.zeros((row.shape[0], E_PAD), tl.float32)
-    other = tl.zeros((row.shape[0], E_PAD), tl.float32)
-    # Two parts are loaded at once where registers suffice.
-    UNROLL: tl.constexpr = 2 if row.shape[0] <= 16 else 1
-    for part in tl.range(0, n_parts, num_stages=1, loop_unroll_factor=UNROLL):
-        at = sums_ptr + (part * T + row[:, None]) * Np + column[:, None]
-        own += tl.load(at + e[None, :], mask=mask, other=0.0)
-        if TURNED:
-            other += tl.load(at + across[None, :], mask=mask, other=0.0)
-    if BIASED:
-        at = bias_ptr + column[:, None]
-        own += tl.load(at + e[None, :], mask=mask, other=0.0).to(tl.float32)
-        if TURNED:
-            other += tl.load(at + across[None, :], mask=mask, other=0.0).to(tl.float32)
-    if TURNED:
-        at = row[:, None] * E + e[None, :]
-        cos = tl.load(cos_ptr + at, mask=mask, other=0.0)
-        sin = tl.load(sin_ptr + at, mask=mask, other=0.0)
-        own = own * cos + tl.where((e < E // 2)[None, :], -other, other) * sin
-    return own
 
 
 @triton.jit
@@ -105,12 +57,15 @@ def prefix_kernel(
     cos_ptr,
     sin_ptr,
     slots_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
     blocks_ptr,
     stride_kg,
     stride_ks,
     stride_vg,
     stride_vs,
     scale,
+    eps,
     R,
     T,
     Np,
@@ -127,6 +82,7 @@ def prefix_kernel(
     STAGES: tl.constexpr,
     ROPE: tl.constexpr,
     BIASED: tl.constexpr,
+    NORMED: tl.constexpr,
     SHARED: tl.constexpr,
 ):
     """Compute the state of a block of query rows after the full committed blocks of one split.
@@ -135,7 +91,7 @@ def prefix_kernel(
     the window of the root are before the window of every row.
 
     With ROPE the queries are not computed yet: `sums` [n_parts, T, Np] add up to queries, keys and
-    values. Each program rotates the queries it needs. One more program after those of the splits
+    values. Each program makes the queries it needs. One more program after those of the splits
     does no attention, but writes queries, keys and values for `finish_kernel`. No program of this
     kernel reads the slots that it writes, because they are not committed.
 
@@ -171,24 +127,24 @@ def prefix_kernel(
         if split == n_splits:
             inside = real[:, None] & (e < E)[None, :]
             column = (head * group + member) * E
-            q = _turned_rows(
-                sums_ptr, bias_ptr, cos_ptr, sin_ptr, tree_row, column, real, T, Np,
-                n_parts, E, E_PAD, BIASED, True,
+            q = turned_rows(
+                sums_ptr, bias_ptr, cos_ptr, sin_ptr, q_norm_ptr, tree_row, column, real, T, Np,
+                n_parts, eps, E, E_PAD, BIASED, NORMED, True,
             )  # fmt: skip
             q_at = q_ptr + (head * R + row)[:, None] * E + e[None, :]
             tl.store(q_at, q.to(q_ptr.dtype.element_ty), mask=inside)
             heads = tl.num_programs(1)
             column = (heads * group + head + row * 0) * E
             slot = tl.load(slots_ptr + new_row, mask=is_new, other=0)
-            k = _turned_rows(
-                sums_ptr, bias_ptr, cos_ptr, sin_ptr, new_row, column, is_new, T, Np,
-                n_parts, E, E_PAD, BIASED, True,
+            k = turned_rows(
+                sums_ptr, bias_ptr, cos_ptr, sin_ptr, k_norm_ptr, new_row, column, is_new, T, Np,
+                n_parts, eps, E, E_PAD, BIASED, NORMED, True,
             )  # fmt: skip
             k_at = k_head + slot * stride_ks
             write_rows(k_at, e, is_new, k, q_ptr.dtype.element_ty, E, INT8)
-            v = _turned_rows(
-                sums_ptr, bias_ptr, cos_ptr, sin_ptr, new_row, column + heads * E, is_new, T, Np,
-                n_parts, E, E_PAD, BIASED, False,
+            v = turned_rows(
+                sums_ptr, bias_ptr, cos_ptr, sin_ptr, k_norm_ptr, new_row, column + heads * E,
+                is_new, T, Np, n_parts, eps, E, E_PAD, BIASED, NORMED, False,
             )  # fmt: skip
             v_at = v_head + slot * stride_vs
             write_rows(v_at, e, is_new, v, q_ptr.dtype.element_ty, E, INT8)
@@ -203,9 +159,9 @@ def prefix_kernel(
     n = tl.arange(0, BLOCK)
     if ROPE:
         column = (head * group + member) * E
-        q = _turned_rows(
-            sums_ptr, bias_ptr, cos_ptr, sin_ptr, tree_row, column, real, T, Np,
-            n_parts, E, E_PAD, BIASED, True,
+        q = turned_rows(
+            sums_ptr, bias_ptr, cos_ptr, sin_ptr, q_norm_ptr, tree_row, column, real, T, Np,
+            n_parts, eps, E, E_PAD, BIASED, NORMED, True,
         )  # fmt: skip
         q = q.to(q_ptr.dtype.element_ty)
     else:

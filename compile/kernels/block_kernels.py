@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fasteagle.compile.kernels.int8_kernels import UNIT, int8_values
+from fasteagle.compile.kernels.rope_kernels import row_sums
 from fasteagle.compile.kernels.sequence_kernels import keys_and_values
 from fasteagle.compile.kernels.tree_kernels import Cache, Unrotated, cache_arguments
 
@@ -91,21 +92,11 @@ def add(x: Tensor, parts: Tensor) -> Tensor:
     return _norm(x, parts, None, 0.0, None)
 
 
-def rope(
-    new: Unrotated,
-    norms: tuple[Tensor | None, Tensor | None],
-    k_cache: Cache,
-    v_cache: Cache,
-    eps: float,
-) -> Tensor:
-    """Return rotated queries [G, H / G * M, E]; write keys and values to their slots.
-
-    `norms` are the scales [E] of the norms of queries and keys, where the model has them.
-    """
-    parts, bias, cos, sin, slots, n_head, dtype = new
+def rope(new: Unrotated, k_cache: Cache, v_cache: Cache) -> Tensor:
+    """Return rotated queries [G, H / G * M, E]; write keys and values to their slots."""
+    parts, bias, cos, sin, slots, n_head, dtype, q_norm, k_norm, eps = new
     S, M, Np = parts.shape
     G, E = k_cache.shape[0], cos.shape[2]
-    q_norm, k_norm = norms
     pointers, strides, plane, shared = cache_arguments(k_cache, v_cache)
     q = torch.empty(G, n_head // G * M, E, dtype=dtype, device=parts.device)
     rope_kernel[(M, n_head + 2 * G)](
@@ -269,7 +260,9 @@ def rope_kernel(
     if head < n_head + G:
         if NORMED:
             norm_at = tl.where(head < n_head, q_norm_ptr, k_norm_ptr) + e
-            rms = tl.sqrt_rn((tl.sum(first * first, 0) + tl.sum(second * second, 0)) / E + eps)
+            lower = row_sums(tl.reshape(first * first, (1, HALF)), HALF)
+            upper = row_sums(tl.reshape(second * second, (1, HALF)), HALF)
+            rms = tl.sqrt_rn(tl.sum(lower + upper, 0) / E + eps)
             first = first / rms * tl.load(norm_at, mask=real, other=0.0).to(tl.float32)
             second = second / rms * tl.load(norm_at + E // 2, mask=real, other=0.0).to(tl.float32)
         cos = tl.load(cos_ptr + row * E + e, mask=real, other=0.0)

@@ -34,7 +34,7 @@ from fasteagle.tree import TreeView
 SPLIT = 256  # logical positions; a constant, so that nothing else can move a row's bits
 ROW_BLOCKS = (16, 32)  # query rows of one program
 SUM_COLUMNS = 8  # columns of the product with ones that sums a row: one instruction's minimum
-MAX_ROPE_DIM = 128  # the same limit where `prefix_kernel` also rotates
+MAX_ROPE_DIM = 128  # columns of the widest attention heads that `prefix_kernel` also rotates
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}  # fused only where the code says so
 
 
@@ -49,7 +49,10 @@ def row_block(n_rows: int) -> int:
 
 
 class Unrotated(NamedTuple):
-    """Queries, keys and values of a tree's rows before RoPE, and the slots they go to."""
+    """Queries, keys and values of a tree's rows before RoPE, and the slots they go to.
+
+    The norms are the scales [E] of those of queries and keys, where the model has them.
+    """
 
     parts: Tensor  # [S, T, Np], partial sums of the product: fp32, or rounded ones if S is 1
     bias: Tensor | None  # [Np]
@@ -58,6 +61,18 @@ class Unrotated(NamedTuple):
     slots: Tensor  # [T], slots of the cache
     n_head: int  # number of query heads
     dtype: torch.dtype  # dtype of the products
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    eps: float = 0.0
+
+
+def rotates(new: Unrotated) -> bool:
+    """Return whether `rope_attention` takes these rows.
+
+    Norms sum in pairs of columns, of which there is a power of two then.
+    """
+    E = new.cos.shape[2]
+    return E <= MAX_ROPE_DIM and (new.q_norm is None or not E & (E - 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,13 +114,13 @@ def prefix_constants(
     n_rows: int,
     window: int | None,
     int8: bool = False,
-    rope: bool = False,
-    biased: bool = False,
+    new: Unrotated | None = None,
     shared: bool = False,
 ) -> dict[str, object]:
     """Return the compile-time constants of `prefix_kernel`."""
-    rows = {"BLOCK_M": row_block(n_rows), "STAGES": 2, "ROPE": rope, "BIASED": biased}
-    rows |= {"SHARED": shared}
+    rows = {"BLOCK_M": row_block(n_rows), "STAGES": 2, "ROPE": new is not None, "SHARED": shared}
+    rows |= {"BIASED": new is not None and new.bias is not None}
+    rows |= {"NORMED": new is not None and new.q_norm is not None}
     return common_constants(E, window, int8) | rows
 
 
@@ -159,7 +174,10 @@ def tree_attention(
 def rope_attention(
     new: Unrotated, k_cache: Cache, v_cache: Cache, view: TreeView, out_rows: torch.dtype
 ) -> Tensor:
-    """Compute RoPE, the new rows of the caches, and `tree_attention`, in two launches."""
+    """Compute norms, RoPE, the new rows of the caches, and `tree_attention`, in two launches.
+
+    The columns of attention heads with norms are a power of two.
+    """
     G, T, E = k_cache.shape[0], len(view.depths), new.cos.shape[2]
     q = torch.empty(G, new.n_head // G * T, E, dtype=new.dtype, device=k_cache.device)
     return _attention(q, k_cache, v_cache, view, out_rows, new)
@@ -190,18 +208,18 @@ def _attention(
     stats = q.new_empty(2, G, n_splits, R, dtype=torch.float32)
     scale = math.log2(math.e) / math.sqrt(E)  # the exponentials are powers of two
     common = q, *caches, seq_len, depths, parts, stats
-    biased = new is not None and new.bias is not None
     prefix_kernel[(n_blocks, G, n_splits + (new is not None))](
         *common,
         *_pointers(new, q),
         q if shared is None else shared.blocks,
         *strides,
         scale,
+        0.0 if new is None else new.eps,
         R,
         T,
         *((0, 0) if new is None else (new.parts.shape[2], len(new.parts))),
         plane,
-        **prefix_constants(E, block, window, int8, new is not None, biased, shared is not None),
+        **prefix_constants(E, block, window, int8, new, shared is not None),
         **OPTIONS,
     )
     finish_kernel[(T, G, triton.cdiv(group, 16))](
@@ -225,6 +243,7 @@ def _attention(
 def _pointers(new: Unrotated | None, other: Tensor) -> tuple[Tensor, ...]:
     """Return the kernel's arguments for `new`; `other` replaces missing tensors."""
     if new is None:
-        return (other,) * 5
-    bias = other if new.bias is None else new.bias
-    return new.parts, bias, new.cos, new.sin, new.slots
+        return (other,) * 7
+    parts, bias, *places = new[:5]
+    own = parts, bias, *places, new.q_norm, new.k_norm
+    return tuple(other if tensor is None else tensor for tensor in own)

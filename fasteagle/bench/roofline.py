@@ -30,6 +30,7 @@ ROUTER = 2  # of a layer of experts: norm and scores, then the choice
 EXPERT_ROWS = 16  # rows of an expert that one program multiplies
 CHOICE_US = 0.16  # of each expert that a row chooses: a maximum over a warp, which the next awaits
 WIDEST_ROTATED = 128  # columns of attention heads up to which attention itself rotates them
+HEAD_NORM_US = 0.4  # of attention that norms heads: a step for each halving of their columns
 PASS_SMALL = 4  # before and after the blocks
 GATHER_SMALL = 1  # of a pass that several sequences share: lays out their rows
 COPY_SMALL = 2  # of each of them: logits and features, for its own end
@@ -185,8 +186,7 @@ class Workload:
     def _small_launches(self) -> int:
         """Launches of the blocks that neither multiply nor attend: norms, RoPE where it is one."""
         config = self.config
-        normed = config.qk_norm or config.qk_norm_whole
-        each = BLOCK_SMALL + (normed or config.head_dim > WIDEST_ROTATED)
+        each = BLOCK_SMALL + (not _rotates(config))
         with_experts = sum(map(config.has_experts, range(config.n_layer)))
         return config.n_layer * each - with_experts
 
@@ -389,4 +389,12 @@ class CapturedCycle:
         waves = max(1.0, programs / (RESIDENT * card.n_sm))
         keys = -(-min(self.work.context, SPLIT_KEYS) // STEP_KEYS)
         waiting = (3 + keys + waves * steps) * card.latency_us
-        return config.n_layer * (2 * card.launch_us + waiting + read / 1e3)
+        norms = HEAD_NORM_US if config.qk_norm and _rotates(config) else 0.0
+        return config.n_layer * (2 * card.launch_us + waiting + norms + read / 1e3)
+
+
+def _rotates(config: ModelConfig) -> bool:
+    """Return whether attention norms and rotates its heads itself: `tree_kernels.rotates`."""
+    E = config.head_dim
+    fits = not config.qk_norm_whole and E <= WIDEST_ROTATED
+    return fits and (not config.qk_norm or not E & (E - 1))

@@ -279,11 +279,24 @@ def test_a_step_of_a_head_sees_a_tree_without_a_mask(rows, monkeypatch):
     assert [isinstance(seen, TreeView) for seen in views] == [rows <= MAX_ROWS]
 
 
-@pytest.mark.parametrize(("E", "fused"), [(32, True), (128, True), (160, False)])
-def test_the_first_kernel_of_attention_rotates_heads_that_fit_it(E, fused):
+@pytest.mark.parametrize(
+    ("E", "normed", "fused"),
+    [
+        (32, False, True),
+        (128, False, True),
+        (80, False, True),
+        (160, False, False),
+        (64, True, True),
+        (128, True, True),
+        (80, True, False),
+        (256, True, False),
+    ],
+)
+def test_the_first_kernel_of_attention_rotates_heads_that_fit_it(E, normed, fused):
     rows = torch.zeros(2, 1, E), torch.zeros(2, 1, E), torch.arange(2)
     view = TreeView(torch.tensor(9), torch.zeros(2, 1, dtype=torch.int32), torch.zeros(2), None)
-    weights = mock.Mock(q_norm=None, out=mock.Mock(K=4 * E))
+    norms = dict.fromkeys(("q_norm", "k_norm"), torch.ones(E) if normed else None)
+    weights = mock.Mock(**norms, out=mock.Mock(K=4 * E))
     weights.mlp_norm.dtype = torch.bfloat16
     with (
         mock.patch.object(kernels, "partial_sums"),

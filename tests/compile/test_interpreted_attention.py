@@ -11,6 +11,7 @@ import torch
 from fasteagle.compile.int8_cache import dense_rows, quantized_rows
 from fasteagle.compile.kernels import block_kernels, tree_kernels
 from fasteagle.compile.tree_attention import tree_attention
+from fasteagle.model import apply_rope
 from helpers import rest_slow
 from tree_problems import NAN, Problem, assert_close, by_kernels, problem, sdpa
 
@@ -162,46 +163,61 @@ def test_a_cache_in_8_bits_gives_the_results_of_what_it_holds(E, group, window):
         assert_close(run(p), sdpa(dense))
 
 
-# T, seq_len, E, group, G, partial sums, whether there is a bias, dtype, window, 8-bit cache
+# T, seq_len, E, group, G, partial sums, what is added to RoPE, dtype, window, 8-bit cache
 ROTATED = [
-    (7, 70, 32, 1, 3, 2, True, HALF, None, True),
-    (7, 70, 32, 1, 3, 2, True, HALF, None, False),
-    (1, 0, 64, 1, 2, 1, False, HALF, None, False),
-    (1, 200, 128, 4, 1, 3, False, BF16, None, True),
-    (16, 64, 64, 3, 2, 2, False, HALF, None, True),
-    (33, 129, 40, 1, 2, 4, True, BF16, None, False),
-    (20, 300, 24, 7, 1, 1, False, HALF, 100, True),
-    (64, 63, 32, 1, 1, 2, False, HALF, 30, False),
+    (7, 70, 32, 1, 3, 2, "bias", HALF, None, True),
+    (7, 70, 32, 1, 3, 2, "bias, norms", HALF, None, False),
+    (1, 0, 64, 1, 2, 1, "", HALF, None, False),
+    (1, 200, 128, 4, 1, 3, "norms", BF16, None, True),
+    (16, 64, 64, 3, 2, 2, "", HALF, None, True),
+    (33, 129, 40, 1, 2, 4, "bias", BF16, None, False),
+    (20, 300, 24, 7, 1, 1, "", HALF, 100, True),
+    (64, 63, 32, 1, 1, 2, "", HALF, 30, False),
+    (5, 130, 128, 8, 1, 2, "norms", HALF, None, False),
+    (2, 9, 16, 1, 2, 1, "norms", BF16, None, False),
 ]
 
 
 @pytest.mark.parametrize(
-    ("T", "seq_len", "E", "group", "G", "n_parts", "biased", "dtype", "window", "int8"),
+    ("T", "seq_len", "E", "group", "G", "n_parts", "more", "dtype", "window", "int8"),
     rest_slow(ROTATED),
 )
-def test_rope_in_the_first_kernel(T, seq_len, E, group, G, n_parts, biased, dtype, window, int8):
-    """The bits of RoPE in a launch of its own: of the result, and of keys and values."""
+def test_rope_in_the_first_kernel(T, seq_len, E, group, G, n_parts, more, dtype, window, int8):
+    """The bits of RoPE in a launch of its own: of the result, and of keys and values.
+
+    Queries, keys and values that the core makes of the same sums are near.
+    """
     p = problem(T, seq_len, E=E, group=group, G=G, dtype=dtype, window=window)
     generator = torch.Generator().manual_seed(T)
     Np = (group + 2) * G * E + 8
     parts = torch.randn(n_parts, T, Np, generator=generator)
-    bias = torch.randn(Np, generator=generator).to(dtype) if biased else None
+    bias = torch.randn(Np, generator=generator).to(dtype) if "bias" in more else None
+    norms: list[torch.Tensor | None] = [None, None]
+    if "norms" in more:
+        norms = [(1 + torch.rand(E, generator=generator)).to(dtype) for _ in range(2)]
     angles = (10 * torch.rand(T, 1, E // 2, generator=generator)).repeat(1, 1, 2)
     slots = seq_len + torch.arange(T)
     rows = angles.cos(), angles.sin(), slots
     results = []
-    new = tree_kernels.Unrotated(parts, bias, *rows, G * group, dtype)
+    new = tree_kernels.Unrotated(parts, bias, *rows, G * group, dtype, *norms, 1e-6)
+    assert tree_kernels.rotates(new)
     for fused in (False, True):
         k, v = (quantized_rows(t.nan_to_num()) if int8 else t.clone() for t in (p.k, p.v))
         v = torch.stack((v, v), 2)[:, :, 0]  # of other strides than keys
         if fused:
             y = tree_kernels.rope_attention(new, k, v, p.view, HALF)
         else:
-            q = block_kernels.rope(new, (None, None), k, v, 0.0)
+            q = block_kernels.rope(new, k, v)
             y = tree_kernels.tree_attention(q, k, v, p.view, HALF)
         results.append((y, k, v))
     assert results[0][0].isfinite().all()
-    assert not torch.equal(dense_rows(results[0][1], dtype), p.k), "keys are written"
+    written = dense_rows(results[0][1], dtype)[:, seq_len : seq_len + T]
+    heads = (parts.sum(0) + (0 if bias is None else bias.float()))[:, : Np - 8]
+    keys = heads.view(T, -1, E)[:, G * group : -G]
+    if norms[1] is not None:
+        keys = torch.nn.functional.rms_norm(keys, (E,), norms[1].float(), 1e-6)
+    expected = apply_rope(keys, *rows[:2]).transpose(0, 1)
+    assert torch.allclose(written.float(), expected, atol=0.05, rtol=0.02)
     for result, expected in zip(*results, strict=True):
         assert torch.equal(result.view(torch.int16), expected.view(torch.int16))
 
@@ -226,7 +242,7 @@ def test_rows_written_in_8_bits_are_those_of_the_model(E):
         if fused:
             tree_kernels.rope_attention(new, k, v, p.view, HALF)
         else:
-            block_kernels.rope(new, (None, None), k, v, 0.0)
+            block_kernels.rope(new, k, v)
         for result, rows_expected in zip((k, v), expected, strict=True):
             assert torch.equal(result[:, 40 : 40 + T], rows_expected), fused
             assert not result[:, :40].any() and not result[:, 40 + T :].any()

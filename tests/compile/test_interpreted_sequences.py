@@ -73,7 +73,7 @@ def attention(parts, n_head, E, dtype, slots, positions, k, v, view, fused: bool
     new = tree_kernels.Unrotated(parts, None, *angles(positions, E), slots, n_head, dtype)
     if fused:
         return tree_kernels.rope_attention(new, k, v, view, HALF)
-    q = block_kernels.rope(new, (None, None), k, v, 0.0)
+    q = block_kernels.rope(new, k, v)
     return tree_kernels.tree_attention(q, k, v, view, HALF)
 
 

@@ -54,9 +54,10 @@ def norm(D, S, scaled=True, **limit):
 
 def rope(dtype, shared=False):
     turns, columns = floats(M, 1, 128), (32 + 2 * G) * 128
-    new = Unrotated(floats(3, M, columns), None, turns, turns, longs(M), 32, BF16)
+    norms = brains(128), brains(128), EPS
+    new = Unrotated(floats(3, M, columns), None, turns, turns, longs(M), 32, BF16, *norms)
     rows = cache(128, dtype, shared)
-    block_kernels.rope(new, (brains(128), brains(128)), rows, rows, EPS)
+    block_kernels.rope(new, rows, rows)
 
 
 def commit(E, dtype):
@@ -188,6 +189,8 @@ ATTENTION = [
     (128, 1, 16, BF16, None, "rotates"),
     (128, 1, 32, BF16, 4096, "rotates, biased"),
     (128, 1, 32, BF16, None, "int8, rotates, biased"),
+    (128, 4, 8, BF16, None, "rotates, normed"),
+    (128, 8, 1, BF16, None, "int8, rotates, normed"),
 ]
 # Caches of several sequences too, which programs find by their addresses; on Hopper these alone,
 # which take more registers.
@@ -213,7 +216,9 @@ def test_attention(E, group, T, dtype, window, kind, shared, card, tmp_path):
             return
         columns, turns = (group + 2) * G * E, floats(T, 1, E)
         bias = brains(columns) if "biased" in kind else None
-        new = Unrotated(floats(2, T, columns), bias, turns, turns, longs(T), group * G, dtype)
+        norms = [brains(E), brains(E), EPS] if "normed" in kind else []
+        turned = turns, turns, longs(T), group * G, dtype
+        new = Unrotated(floats(2, T, columns), bias, *turned, *norms)
         tree_kernels.rope_attention(new, rows, rows, view, dtype)
 
     prefix, finish = sass.compiled(launch, card)
