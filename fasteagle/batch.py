@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Generator, Hashable, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -184,15 +184,15 @@ class Batch(Generic[Key, Item]):
             return self._advance(prompts[0])
         begin = time.perf_counter()
         runners = [run.engine.runner for run in decoding.values()]
-        captures = sum(runner.captures for runner in runners)
+        others = _others(decoding.values())
         waiting = [runner for runner in runners if runner.queued]
         shares = bool(waiting) and waiting[0].defers
         passes = run_together(waiting) if waiting else 0
         if shares and not waiting[0].defers:  # they take turns from now on
             self._regroup()
         items = [item for key in decoding for item in self._advance(key)]
-        if sum(runner.captures for runner in runners) > captures:
-            passes = 0  # to be timed: one capture takes as long as many
+        if _others(decoding.values()) > others:
+            passes = 0  # to be timed: one capture takes as long as many, a showing as some
         self._company.end_passes(passes, 1e3 * (time.perf_counter() - begin))
         if not prompts:
             self._credit = 0.0
@@ -250,6 +250,11 @@ class Batch(Generic[Key, Item]):
         """End all answers."""
         for key in self.running:
             self.end(key)
+
+
+def _others(running: Iterable[_Running[Any]]) -> int:
+    """Return how often answers have done what takes time beside their passes."""
+    return sum(run.engine.runner.captures + run.engine.shows for run in running)
 
 
 def _no_room() -> NoRoomError:

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from fasteagle.batch import Batch
+from fasteagle.drafting.company import Company
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.generate import Engine
 from fasteagle.model import Transformer
@@ -146,3 +148,29 @@ def test_the_head_is_shown_a_prompt_when_it_is_to_draft(target, head, most, monk
     text = [*text, *first, *itertools.chain.from_iterable(answer)]
     assert shown == [*early, len(prompt) + 21], "all of the prompt but its last pair"
     assert_true_pairs(engine, text, missing=10)
+
+
+def test_passes_beside_which_a_head_is_shown_something_are_not_timed(target, head, monkeypatch):
+    """Trees that are tried after a rest would seem slow."""
+    steps, shows = [], []
+    drafter = EagleDrafter(head, TreeShape(3, 4, 7))
+    shape, show = drafter.shape, EagleDrafter.show
+
+    def noted(own, *rest):
+        shows.append(own)
+        show(own, *rest)
+
+    def end_passes(company, passes, ms):
+        steps.append((passes, len(shows)))
+        shows.clear()
+
+    monkeypatch.setattr(EagleDrafter, "show", noted)
+    monkeypatch.setattr(EagleDrafter, "next_shape", lambda own: shape if len(steps) > 20 else None)
+    monkeypatch.setattr(Company, "end_passes", end_passes)
+    several = Batch(Engine(target, 128, drafter=drafter), 2)
+    for key in range(2):
+        several.begin(key, PROMPT, 64, lambda own: own.generate(PROMPT, GREEDY, 40))
+    while several.running:
+        several.step()
+    assert [passes for passes, n in steps if n] == [0], "both in one step"
+    assert sum(passes for passes, _ in steps) > 25

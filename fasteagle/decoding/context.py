@@ -72,6 +72,7 @@ class Context:
         self.cached: list[int] = []
         self.shown = self.known = 0  # committed positions
         self.kept: list[Tensor] = []  # [n, F] each
+        self.shows = 0  # times that the drafter was shown what was kept
         self.drafter: Drafter | None = None
 
     @property
@@ -214,6 +215,7 @@ class Context:
             tokens = torch.tensor(text[self.shown + 1 : end + 1], device=self.device)
             count = torch.tensor([n], device=self.device)
             seq_len = torch.tensor(end, device=self.device)
+            self.shows += 1
             self.drafter.show(Committed(tokens, kept[:n], count), seq_len)
             # Not before: memory may be short for it.
             self.kept, self.shown = [kept[n:]] if end < self.known else [], end
