@@ -2,11 +2,11 @@
 
 A block of 4-bit weights is eight launches: norm, query-key-value, two of attention (the first with
 RoPE and the new keys), output, norm, gate and up, down. It takes one more where gate and up are
-split along K, one where attention heads have more than 128 columns, one to choose experts, and two
-for a shared expert. The partial sums of a split product, and the results of a row's experts, are
-added up by the kernel that reads them. Of more than 64 rows, products are cuBLAS's
-over dequantized weights, and attention of a prompt is torch's. The block of a draft head runs
-alone, between the layers of `EagleHead.forward`.
+split along K, one where the first kernel of attention does not take the heads, one to choose
+experts, and two for a shared expert. The partial sums of a split product, and the results of a
+row's experts, are added up by the kernel that reads them. Of more than 64 rows, products are
+cuBLAS's over dequantized weights, and attention of a prompt is torch's. The block of a draft head
+runs alone, between the layers of `EagleHead.forward`.
 
 Shapes: T rows, D model dim, E head dim, G KV heads, S cache slots.
 """

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Generator, Hashable, Sequence
+from typing import Generic, TypeVar
 
 import torch
 
@@ -87,6 +87,7 @@ class Batch(Generic[Key, Item]):
         self._credit = 0.0
         self._company = Company()
         self._shared = False  # whether several answers have been under way
+        self._others = 0  # see `_count_others`
 
     @property
     def has_room(self) -> bool:
@@ -184,14 +185,17 @@ class Batch(Generic[Key, Item]):
             return self._advance(prompts[0])
         begin = time.perf_counter()
         runners = [run.engine.runner for run in decoding.values()]
-        others = _others(decoding.values())
+        others = self._count_others()
+        # A device may do in this pass what was launched in the step before.
+        before = others if self.engines[0].on_cpu else self._others
+        self._others = others
         waiting = [runner for runner in runners if runner.queued]
         shares = bool(waiting) and waiting[0].defers
         passes = run_together(waiting) if waiting else 0
         if shares and not waiting[0].defers:  # they take turns from now on
             self._regroup()
         items = [item for key in decoding for item in self._advance(key)]
-        if _others(decoding.values()) > others:
+        if self._count_others() > before:
             passes = 0  # to be timed: one capture takes as long as many, a showing as some
         self._company.end_passes(passes, 1e3 * (time.perf_counter() - begin))
         if not prompts:
@@ -203,6 +207,10 @@ class Batch(Generic[Key, Item]):
                 items += self._advance(prompts[0])
                 self._credit -= time.perf_counter() - now
         return items
+
+    def _count_others(self) -> int:
+        """Return how often there was something that takes time beside the passes."""
+        return sum(engine.runner.captures + engine.shows for engine in self.engines)
 
     def _advance(self, key: Key) -> list[tuple[Key, Item | Exception | None]]:
         """Return the items that an answer yields until it waits."""
@@ -250,11 +258,6 @@ class Batch(Generic[Key, Item]):
         """End all answers."""
         for key in self.running:
             self.end(key)
-
-
-def _others(running: Iterable[_Running[Any]]) -> int:
-    """Return how often answers have done what takes time beside their passes."""
-    return sum(run.engine.runner.captures + run.engine.shows for run in running)
 
 
 def _no_room() -> NoRoomError:

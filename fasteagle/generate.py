@@ -182,18 +182,20 @@ class Engine(Context):
         dropped. A processor must see the last one first.
         """
         launched: deque[CycleSpec] = deque()
-        begins: deque[float] = deque()
-        last_read = 0.0
+        begins: deque[tuple[float, bool]] = deque()  # whether the device may do more before it
+        last_read, specs_of = 0.0, self._specs_of
         try:
             while True:
                 left = min(most, self.max_seq_len) - self.stats.new_tokens
                 self.runner.end = self.runner.end._replace(most=left)
                 n = min(left, self.runner.ahead + self.runner.at_once if processor is None else 1)
                 while len(launched) < n and not self.runner.ready:
+                    shows = self.shows
                     spec = self._next_spec(kind, launched, speculate)
                     if spec is None:
                         break
-                    begins.append(time.perf_counter())
+                    showed = self.shows > shows and not self.on_cpu
+                    begins.append((time.perf_counter(), showed))
                     self.runner.launch(spec, self.drafter, processor)
                     launched.append(spec)
                 if self.runner.waits and not self.runner.ready:
@@ -202,16 +204,19 @@ class Engine(Context):
                         yield []
                 done = self.runner.read()
                 # A cycle may have waited long for its pass, while the last chunk was read.
-                begin = max(begins.popleft(), last_read, self.runner.began)
+                begin, showed = begins.popleft()
+                begin = max(begin, last_read, self.runner.began)
                 last_read = time.perf_counter()
                 ms = done.ms or 1e3 * (last_read - begin)
-                is_timed = processor is None and done.alone  # else other time would be the tree's
+                # Else other time would be the tree's.
+                is_timed = processor is None and done.alone and not showed
                 new = self._record(root, launched.popleft(), done, ms if is_timed else None)
                 root = new[-1]
                 yield new
         finally:
             has_drafted = self.runner.drop(launched)
-            if self.stats.finish and not has_drafted:
+            is_own = self._specs_of is specs_of  # no drafter was chosen since
+            if self.stats.finish and not has_drafted and is_own:
                 self._keep_pending()
 
     def _next_spec(

@@ -88,11 +88,12 @@ class DecodeState:
     """State of one sequence between two cycles.
 
     `seq_len` tokens are committed, their keys and values in `cache`; `root` is the token after
-    them, sampled already. The first `count` rows of `tokens` and `features` are the pairs that the
-    draft head has not seen. `text` holds the committed tokens and the root; entries past them are
-    left over from other cycles. The host reads `result`: the new tokens, padded, then how many of
-    them the lookup had proposed (where a tree says so), then the number of drafted tokens. Features
-    are those after the final norm, or those entering `aux_layers` where the drafter reads these.
+    them, sampled already. The first `count` rows of `tokens` and `features` are the pending pairs:
+    the last ones, which the draft head has not seen. `text` holds the committed tokens and the
+    root; entries past them are left over from other cycles. The host reads `result`: the new
+    tokens, padded, then how many of them the lookup had proposed (where a tree says so), then the
+    number of drafted tokens. Features are those after the final norm, or those entering
+    `aux_layers` where the drafter reads these.
     """
 
     def __init__(self, target: Transformer, cache: KVCache, max_seq_len: int) -> None:
@@ -141,7 +142,7 @@ class DecodeState:
         return DraftTree(self.root, torch.zeros_like(self.root), only)
 
     def committed(self, width: int) -> Committed:
-        """Return the pairs that the draft head has not seen, padded to `width` rows."""
+        """Return the pending pairs, padded to `width` rows."""
         return Committed(self.tokens[:width], self.features[:width], self.count)
 
     def load(self, text: Sequence[int], feature: Tensor | None, params: SamplingParams) -> None:

@@ -150,8 +150,11 @@ def test_the_head_is_shown_a_prompt_when_it_is_to_draft(target, head, most, monk
     assert_true_pairs(engine, text, missing=10)
 
 
-def test_passes_beside_which_a_head_is_shown_something_are_not_timed(target, head, monkeypatch):
-    """Trees that are tried after a rest would seem slow."""
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_passes_beside_which_a_head_is_shown_something_are_not_timed(
+    target, head, on_cpu, monkeypatch
+):
+    """Trees that are tried after a rest would seem slow. A device may do it in the next pass."""
     steps, shows = [], []
     drafter = EagleDrafter(head, TreeShape(3, 4, 7))
     shape, show = drafter.shape, EagleDrafter.show
@@ -171,6 +174,21 @@ def test_passes_beside_which_a_head_is_shown_something_are_not_timed(target, hea
     for key in range(2):
         several.begin(key, PROMPT, 64, lambda own: own.generate(PROMPT, GREEDY, 40))
     while several.running:
+        several.engines[0].on_cpu = on_cpu or len(steps) < 20
         several.step()
-    assert [passes for passes, n in steps if n] == [0], "both in one step"
+    (at,) = (i for i, (_, n) in enumerate(steps) if n)  # both in one step
+    assert [passes for passes, _ in steps[at - 1 : at + 3]] == [1, 0, int(on_cpu), 1]
     assert sum(passes for passes, _ in steps) > 25
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_a_cycle_that_waits_for_the_head_to_be_shown_something_is_not_timed(target, head, on_cpu):
+    """A device does it beside the host, which only sees when the cycle has ended."""
+    drafter, outcomes = EagleDrafter(head, TreeShape(3, 4, 7)), []
+    drafter.learn = lambda shape, outcome: outcomes.append(outcome)
+    engine = Engine(target, 512, drafter=drafter)
+    engine.on_cpu = on_cpu
+    for prompt in (PROMPT, PROMPT * 3):
+        outcomes.clear()
+        generated(engine, 20, prompt)
+        assert [one.ms is None for one in outcomes] == [not on_cpu] + [False] * (len(outcomes) - 1)

@@ -24,6 +24,7 @@ class _Sequence:
     tokens: list[int]
     shown: int
     kept: list[Tensor]  # see `Context`
+    reusable: int  # of the tokens
     drafter: object
     rows: list[Tensor]  # [2 L, G, n, E] each: the target's, then the drafter's own
 
@@ -33,7 +34,12 @@ class _Sequence:
         slots = [cache.n_slots for cache in engine.caches]  # few where the drafter is a new one
         n = min(most, len(engine.cached), *slots)
         rows = [cache.rows[:, :, :n] for cache in engine.caches]
-        return cls(engine.cached[:n], engine.shown, engine.kept, engine.origin, rows)
+        kept, missing = [], max(0, n - engine.shown)
+        for features in engine.kept:
+            kept.append(features[:missing])
+            missing -= len(kept[-1])
+        own = engine.shown, kept, min(n, engine.reusable), engine.origin
+        return cls(engine.cached[:n], *own, rows)
 
     @property
     def n_bytes(self) -> int:
@@ -64,41 +70,44 @@ class PrefixCache:
         may be one of them.
         """
         shared = common_prefix(engine.cached, prompt)
-        longest, most = None, shared + FEW_TOKENS
+        longest, most = None, min(shared, engine.reusable) + FEW_TOKENS
         for entry in [*self._stored, *(_Sequence.of(other, len(prompt)) for other in others)]:
-            n = common_prefix(entry.tokens, prompt)
             # A drafter that has not seen those tokens would need them computed again.
-            n = n if entry.drafter is engine.origin else 0
+            reusable = entry.reusable if entry.drafter is engine.origin else 0
+            n = min(common_prefix(entry.tokens, prompt), reusable)
             if n > most:
                 longest, most = entry, n
         if len(engine.cached) > shared + FEW_TOKENS:
             self._keep(engine)
         if longest is not None:
-            rows = [rows[:, :, :most] for rows in longest.rows]
+            n = common_prefix(longest.tokens, prompt)
+            rows = [rows[:, :, :n] for rows in longest.rows]
             kept = [features.to(engine.device) for features in longest.kept]
-            engine.take(longest.tokens[:most], longest.shown, kept, rows)
+            engine.take(longest.tokens[:n], longest.shown, kept, rows)
             if any(other is longest for other in self._stored):  # else of an engine, or dropped
                 self._stored = [*(one for one in self._stored if one is not longest), longest]
 
     def _keep(self, engine: Engine) -> None:
         """Store the engine's sequence, or as much of its beginning as the limit allows."""
-        of_one = engine.slot_bytes
-        own = _Sequence.of(engine, self.limit // of_one)
+        own = _Sequence.of(engine, self.limit // engine.slot_bytes)
+        while own.n_bytes > self.limit:  # with features
+            own = _Sequence.of(engine, len(own.tokens) * self.limit // own.n_bytes)
         tokens = own.tokens
         if (n := len(tokens)) <= FEW_TOKENS:
             return
         for entry in self._stored:
-            if entry.drafter is own.drafter and common_prefix(entry.tokens, tokens) == n:
+            holds = entry.reusable >= own.reusable and common_prefix(entry.tokens, tokens) == n
+            if entry.drafter is own.drafter and holds:
                 self._stored = [*(k for k in self._stored if k is not entry), entry]
                 return
         # Stored beginnings of this sequence are part of it.
         self._stored = [
-            one for one in self._stored if common_prefix(one.tokens, tokens) < len(one.tokens)
+            one
+            for one in self._stored
+            if common_prefix(one.tokens, tokens) < len(one.tokens) or one.reusable > own.reusable
         ]
-        if own.n_bytes > self.limit:
-            own.kept = []
         while self.n_bytes + own.n_bytes > self.limit:
             self._stored.pop(0)
-        own.kept = [features.to(self.device) for features in own.kept]
+        own.kept = [features.to(self.device, copy=True) for features in own.kept]
         own.rows = [rows.to(self.device, copy=True) for rows in own.rows]
         self._stored.append(own)

@@ -86,6 +86,12 @@ class Context:
         return None if self.drafter is None else self.drafter.origin
 
     @property
+    def reusable(self) -> int:
+        """Number of cached tokens that need not be computed again, for the drafter neither."""
+        reads = self.drafter is not None and self.drafter.reads_features
+        return self.known if reads else len(self.cached)
+
+    @property
     def prefill_chunk(self) -> int:
         """Number of prompt rows per pass; an answer is cancelled between two of these passes."""
         if self.target.rows_at_once is not None:

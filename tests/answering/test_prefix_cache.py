@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.generate import Engine
 from fasteagle.options import SamplingParams
 from fasteagle.shapes import TreeShape
-from helpers import assert_true_pairs, captured_engine, eagle3_of, generated, random_head
+from helpers import GREEDY, assert_true_pairs, captured_engine, eagle3_of, generated, random_head
 
 BYTES_OF_TOKEN = 2 * 2 * 2 * 8 * 4
 
@@ -180,9 +182,9 @@ def test_the_drafter_is_shown_what_it_has_not_seen_when_it_was_kept(target):
 def test_features_that_the_draft_head_was_not_shown_come_along(target, where):
     """Nothing is drafted in the first answer; the second one drafts with all pairs before it."""
     made = drafters(target)["eagle"]()
-    engine, whole = Engine(target, 512, drafter=made), text(1) + text(7, 20)
-    bytes_of_token = BYTES_OF_TOKEN + 2 * 2 * 8 * 4
-    cache = PrefixCache(119 * bytes_of_token if where == "no room" else 2**30)
+    engine, cache, n = Engine(target, 512, drafter=made), PrefixCache(2**30), 119
+    if where == "no room":  # for all features, beside as many tokens
+        cache.limit, n = 119 * engine.slot_bytes, 119 * 3 // 4
     if where == "stored elsewhere":
         cache.device = "meta"
     generated(engine, 20, text(1), speculate=False)
@@ -195,20 +197,42 @@ def test_features_that_the_draft_head_was_not_shown_come_along(target, where):
     else:
         answer(engine, text(2), cache)
         kept = cache._stored[0].kept
-        assert sum(map(len, kept)) == (0 if where == "no room" else 118)
+        assert sum(map(len, kept)) == min(n, 118) and cache.n_bytes <= cache.limit
         assert all(features.device == torch.device(cache.device) for features in kept)
+        held = sum(features.untyped_storage().nbytes() for features in kept)
+        assert held == sum(features.nbytes for features in kept)
         if where == "stored elsewhere":
             return
         cache.turn_to(engine, whole)
-    assert (engine.shown, engine.known, len(engine.cached)) == (
-        0,
-        0 if where == "no room" else 118,
-        119,
-    )
+    known = min(n, 118)
+    assert (engine.shown, engine.known, len(engine.cached)) == (0, known, max(n, known))
     new = answer(engine, whole)
     assert new == answer(Engine(target, 512), whole)
-    assert engine.stats.cached_tokens == (0 if where == "no room" else 118)
+    assert engine.stats.cached_tokens == min(n - 1, 118)
     assert_true_pairs(engine, whole + new, missing=10)
+
+
+def test_what_the_drafter_knows_counts_more_than_what_is_cached(target):
+    """A client leaves in the middle of an answer without drafts: its features are lost."""
+    made = drafters(target)["eagle"]()
+    engine, cache = Engine(target, 512, drafter=made), PrefixCache(2**30)
+    whole = text(1, 60) + generated(engine, 150, text(1, 60))
+    cache.turn_to(engine, text(2, 10))
+    engine.restart()
+
+    def breaks_off(own):
+        half = own.generate(whole[:60], GREEDY, 150, speculate=False)
+        with contextlib.closing(half):
+            for _ in range(140):
+                next(half)
+
+    for own in (engine, Engine(target, 512, drafter=made.sibling())):
+        breaks_off(own)
+        assert own.known == own.reusable == 59 and len(own.cached) > 190
+        for prompt in (text(2, 10), [*whole, 5]):  # it is stored, or stays
+            if own is engine or prompt[0] == whole[0]:
+                cache.turn_to(own, prompt)
+        assert own.reusable > 200, "the one that was stored before"
 
 
 def test_a_sequence_whose_beginning_is_used_counts_as_used(target):
