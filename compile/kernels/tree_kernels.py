@@ -244,6 +244,5 @@ def _pointers(new: Unrotated | None, other: Tensor) -> tuple[Tensor, ...]:
     """Return the kernel's arguments for `new`; `other` replaces missing tensors."""
     if new is None:
         return (other,) * 7
-    parts, bias, *places = new[:5]
-    own = parts, bias, *places, new.q_norm, new.k_norm
+    own = *new[:5], new.q_norm, new.k_norm
     return tuple(other if tensor is None else tensor for tensor in own)
