@@ -9,10 +9,11 @@ import torch
 
 from fasteagle.compile import cuda_blocks
 from fasteagle.compile.cuda_blocks import MAX_ROWS
-from fasteagle.compile.kernels import block_kernels, gate_kernels
+from fasteagle.compile.kernels import block_kernels, gate_kernels, tree_kernels
 from fasteagle.model import Rows
 from fasteagle.quant import kernels
 from fasteagle.quant.scheme import Scheme
+from fasteagle.tree import TreeView
 from helpers import random_head
 from interleaved_models import fused_target, pack_, packed_target
 
@@ -70,3 +71,36 @@ def test_as_many_rows_at_once_as_the_kernels_take(rows):
     is_more = rows > MAX_ROWS
     assert gate_rows.called is is_more and gate.called is not is_more
     assert taken == ([MAX_ROWS, 1] if is_more else [MAX_ROWS])
+
+
+@pytest.mark.parametrize(
+    ("E", "normed", "fused"),
+    [
+        (32, False, True),
+        (128, False, True),
+        (80, False, True),
+        (160, False, False),
+        (64, True, True),
+        (128, True, True),
+        (80, True, False),
+        (256, True, False),
+    ],
+)
+def test_the_first_kernel_of_attention_rotates_heads_that_fit_it(E, normed, fused):
+    rows = torch.zeros(2, 1, E), torch.zeros(2, 1, E), torch.arange(2)
+    view = TreeView(torch.tensor(9), torch.zeros(2, 1, dtype=torch.int32), torch.zeros(2), None)
+    norms = dict.fromkeys(("q_norm", "k_norm"), torch.ones(E) if normed else None)
+    weights = mock.Mock(**norms, out=mock.Mock(K=4 * E))
+    weights.mlp_norm.dtype = torch.bfloat16
+    with (
+        mock.patch.object(kernels, "partial_sums"),
+        mock.patch.object(block_kernels, "rope") as rope,
+        mock.patch.object(tree_kernels, "tree_attention") as attention,
+        mock.patch.object(tree_kernels, "rope_attention") as rope_attention,
+    ):
+        own = Rows(*rows, view)
+        cuda_blocks._attention(None, weights, own, None, None, mock.Mock())
+    assert rope_attention.called is fused
+    assert rope.called is attention.called is not fused
+    rotates = rope_attention if fused else rope
+    assert rotates.call_args.args[0].dtype == torch.bfloat16, "as the cache has its keys"

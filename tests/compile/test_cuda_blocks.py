@@ -31,7 +31,7 @@ from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.lookup import Corpus, Lookup
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
-from fasteagle.model import CORE, KVCache, RMSNorm, Rows, Target
+from fasteagle.model import CORE, KVCache, RMSNorm, Target
 from fasteagle.quant import kernels
 from fasteagle.quant.cuda_linear import InterleavedLinear
 from fasteagle.quant.scheme import Scheme
@@ -277,39 +277,6 @@ def test_a_step_of_a_head_sees_a_tree_without_a_mask(rows, monkeypatch):
     view = TreeView(torch.tensor(9), torch.zeros(rows, 1, dtype=torch.int32), depths, None)
     step(ids, torch.zeros(rows, 128, dtype=HALF), 9 + depths, 9 + torch.arange(rows), view, cache)
     assert [isinstance(seen, TreeView) for seen in views] == [rows <= MAX_ROWS]
-
-
-@pytest.mark.parametrize(
-    ("E", "normed", "fused"),
-    [
-        (32, False, True),
-        (128, False, True),
-        (80, False, True),
-        (160, False, False),
-        (64, True, True),
-        (128, True, True),
-        (80, True, False),
-        (256, True, False),
-    ],
-)
-def test_the_first_kernel_of_attention_rotates_heads_that_fit_it(E, normed, fused):
-    rows = torch.zeros(2, 1, E), torch.zeros(2, 1, E), torch.arange(2)
-    view = TreeView(torch.tensor(9), torch.zeros(2, 1, dtype=torch.int32), torch.zeros(2), None)
-    norms = dict.fromkeys(("q_norm", "k_norm"), torch.ones(E) if normed else None)
-    weights = mock.Mock(**norms, out=mock.Mock(K=4 * E))
-    weights.mlp_norm.dtype = torch.bfloat16
-    with (
-        mock.patch.object(kernels, "partial_sums"),
-        mock.patch.object(block_kernels, "rope") as rope,
-        mock.patch.object(tree_kernels, "tree_attention") as attention,
-        mock.patch.object(tree_kernels, "rope_attention") as rope_attention,
-    ):
-        own = Rows(*rows, view)
-        cuda_blocks._attention(None, weights, own, None, None, mock.Mock())
-    assert rope_attention.called is fused
-    assert rope.called is attention.called is not fused
-    rotates = rope_attention if fused else rope
-    assert rotates.call_args.args[0].dtype == torch.bfloat16, "as the cache has its keys"
 
 
 def test_what_is_too_large_for_one_program_or_in_documents_is_torchs():
