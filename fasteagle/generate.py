@@ -217,7 +217,8 @@ class Engine(Context):
             has_drafted = self.runner.drop(launched)
             is_own = self._specs_of is specs_of  # no drafter was chosen since
             if self.stats.finish and not has_drafted and is_own:
-                self._keep_pending()
+                with contextlib.suppress(EngineError):  # the answer is whole without it
+                    unless_short(self._keep_pending, self._lost)
 
     def _next_spec(
         self, kind: SamplingMode, launched: deque[CycleSpec], speculate: bool

@@ -22,6 +22,7 @@ from helpers import (
     assert_true_pairs,
     eagle3_of,
     generated,
+    raising,
     random_head,
     random_target,
     tiny_config,
@@ -192,3 +193,19 @@ def test_a_cycle_that_waits_for_the_head_to_be_shown_something_is_not_timed(targ
         outcomes.clear()
         generated(engine, 20, prompt)
         assert [one.ms is None for one in outcomes] == [not on_cpu] + [False] * (len(outcomes) - 1)
+
+
+def test_an_answer_is_whole_where_memory_is_short_after_it(target, head, monkeypatch):
+    """The next one then computes all again."""
+    engine = Engine(target, 512, drafter=EagleDrafter(head, TreeShape(3, 4, 7)))
+    expected = generated(engine, 20)
+    engine.restart()
+    with monkeypatch.context() as short:
+        short.setattr(engine, "_keep_pending", raising(torch.OutOfMemoryError("none")))
+        assert generated(engine, 20) == expected
+    assert not engine.cached and engine.known == 0
+    assert generated(engine, 20) == expected
+    with monkeypatch.context() as broken:
+        broken.setattr(engine, "_keep_pending", raising(RuntimeError("another fault")))
+        with pytest.raises(RuntimeError, match="another fault"):
+            generated(engine, 20)
