@@ -41,6 +41,7 @@ MAX_ROWS = 64  # limit of the product kernels
 # own scales. The norms are checked when a model is loaded (`fixed_norm.keep_sums_finite`).
 MOST_UNNORMED = 511.75
 LARGEST_FEATURE = 65280.0  # in fp16 and in bf16; the next number of bf16 is infinite in fp16
+MAX_ROPE_DIM = 128  # columns of the widest attention heads that `prefix_kernel` also rotates
 COLUMNS = 64  # a linear's inputs are a multiple of it, and so are the columns of an expert
 
 
@@ -70,6 +71,14 @@ class Settings:
     top_k: int  # experts of a row; 0: no block has experts
     renormalizes: bool  # whether the weights of a row's experts are a softmax of their own
     weight_scale: float  # factor of these weights
+
+
+def rotates(E: int, normed: bool) -> bool:
+    """Return whether the first kernel of attention norms and rotates heads of E columns itself.
+
+    Norms sum in pairs of columns, of which there is a power of two then.
+    """
+    return E <= MAX_ROPE_DIM and (not normed or not E & (E - 1))
 
 
 def fits(block: Block) -> bool:
@@ -247,13 +256,15 @@ def _attention(
     T, _, E = rows.cos.shape
     new = tree_kernels.Unrotated(
         *(parts, weights.qkv_bias, *rows[:3], weights.out.K // E, weights.mlp_norm.dtype),
-        *(weights.q_norm, weights.k_norm, settings.eps),
+        q_norm=weights.q_norm,
+        k_norm=weights.k_norm,
+        eps=settings.eps,
     )
     if not isinstance(view, TreeView):
         q = block_kernels.rope(new, k_cache, v_cache)
         y = prompt_attention(q, k_cache, v_cache, view)
         y = y.view(len(y), -1, T, E).permute(2, 0, 1, 3).reshape(T, -1).to(half)
-    elif tree_kernels.rotates(new):
+    elif rotates(E, weights.q_norm is not None):
         y = tree_kernels.rope_attention(new, k_cache, v_cache, view, half)
     else:
         q = block_kernels.rope(new, k_cache, v_cache)

@@ -232,7 +232,7 @@ class Engine(Context):
             spec = self.spec(None, kind)  # a large tree, where the context ends
         if launched and not self._fits(reach, spec):
             return None
-        if drafter is not None and drafter.reads_features:
+        if drafter is not None and self.reads:
             room = spec.width if spec.extends else PENDING - 1 - spec.depth
             resumes = drafter.may_skip_head and spec.extends and drafter.head_gain is not None
             if resumes and not launched:
@@ -260,8 +260,7 @@ class Engine(Context):
     def _new_spec(
         self, shape: AnyShape | None, kind: SamplingMode, shapes: Sequence[AnyShape]
     ) -> CycleSpec:
-        drafter = self.drafter
-        reads = drafter is not None and drafter.reads_features
+        drafter, reads = self.drafter, self.reads
         if shape is None:
             return CycleSpec(None, int(reads), kind)
         width = int(reads)
@@ -296,14 +295,13 @@ class Engine(Context):
         self.stats.add_times(done.draft_seconds, done.verify_seconds)
         extended = spec.extends if done.extended is None else done.extended
         if extended:
-            # The drafter saw all of them as the cycle began.
-            self.shown = self.known = len(self.cached)
+            self._set_known(len(self.cached))  # the drafter saw all of them as the cycle began
         if self.drafter is not None:
             outcome = Outcome(
                 accepted=len(new) - 1,
                 by_lookup=done.by_lookup,
                 drafted=done.drafted,
-                extended=extended and self.drafter.reads_features,
+                extended=extended and self.reads,
                 promised=done.promised,
                 ms=ms,
                 draft_ms=_ms(done.draft_seconds),

@@ -34,7 +34,6 @@ from fasteagle.tree import TreeView
 SPLIT = 256  # logical positions; a constant, so that nothing else can move a row's bits
 ROW_BLOCKS = (16, 32)  # query rows of one program
 SUM_COLUMNS = 8  # columns of the product with ones that sums a row: one instruction's minimum
-MAX_ROPE_DIM = 128  # columns of the widest attention heads that `prefix_kernel` also rotates
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}  # fused only where the code says so
 
 
@@ -64,15 +63,6 @@ class Unrotated(NamedTuple):
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     eps: float = 0.0
-
-
-def rotates(new: Unrotated) -> bool:
-    """Return whether `rope_attention` takes these rows.
-
-    Norms sum in pairs of columns, of which there is a power of two then.
-    """
-    E = new.cos.shape[2]
-    return E <= MAX_ROPE_DIM and (new.q_norm is None or not E & (E - 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +166,7 @@ def rope_attention(
 ) -> Tensor:
     """Compute norms, RoPE, the new rows of the caches, and `tree_attention`, in two launches.
 
-    The columns of attention heads with norms are a power of two.
+    For heads that `cuda_blocks.rotates` allows.
     """
     G, T, E = k_cache.shape[0], len(view.depths), new.cos.shape[2]
     q = torch.empty(G, new.n_head // G * T, E, dtype=new.dtype, device=k_cache.device)

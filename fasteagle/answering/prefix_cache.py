@@ -43,7 +43,7 @@ class _Sequence:
 
     @property
     def n_bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in (*self.kept, *self.rows))
+        return sum(tensor.nbytes for tensor in (*self.kept, *self.rows))
 
 
 class PrefixCache:
@@ -70,20 +70,19 @@ class PrefixCache:
         may be one of them.
         """
         shared = common_prefix(engine.cached, prompt)
-        longest, most = None, min(shared, engine.reusable) + FEW_TOKENS
+        longest, n_copied, most = None, 0, min(shared, engine.reusable) + FEW_TOKENS
         for entry in [*self._stored, *(_Sequence.of(other, len(prompt)) for other in others)]:
             # A drafter that has not seen those tokens would need them computed again.
             reusable = entry.reusable if entry.drafter is engine.origin else 0
-            n = min(common_prefix(entry.tokens, prompt), reusable)
-            if n > most:
-                longest, most = entry, n
+            n = common_prefix(entry.tokens, prompt)
+            if min(n, reusable) > most:
+                longest, n_copied, most = entry, n, min(n, reusable)
         if len(engine.cached) > shared + FEW_TOKENS:
             self._keep(engine)
         if longest is not None:
-            n = common_prefix(longest.tokens, prompt)
-            rows = [rows[:, :, :n] for rows in longest.rows]
+            rows = [rows[:, :, :n_copied] for rows in longest.rows]
             kept = [features.to(engine.device) for features in longest.kept]
-            engine.take(longest.tokens[:n], longest.shown, kept, rows)
+            engine.take(longest.tokens[:n_copied], longest.shown, kept, rows)
             if any(other is longest for other in self._stored):  # else of an engine, or dropped
                 self._stored = [*(one for one in self._stored if one is not longest), longest]
 

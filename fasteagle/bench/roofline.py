@@ -16,6 +16,7 @@ import dataclasses
 import re
 from collections.abc import Iterable
 
+from fasteagle.compile.cuda_blocks import rotates
 from fasteagle.config import HeadConfig, ModelConfig, MoEConfig
 from fasteagle.errors import FasteagleError
 from fasteagle.options import RuntimeOptions
@@ -29,7 +30,6 @@ BLOCK_SMALL = 2  # norms of a block; before experts the norm is part of the rout
 ROUTER = 2  # of a layer of experts: norm and scores, then the choice
 EXPERT_ROWS = 16  # rows of an expert that one program multiplies
 CHOICE_US = 0.16  # of each expert that a row chooses: a maximum over a warp, which the next awaits
-WIDEST_ROTATED = 128  # columns of attention heads up to which attention itself rotates them
 HEAD_NORM_US = 0.4  # of attention that norms heads: a step for each halving of their columns
 PASS_SMALL = 4  # before and after the blocks
 GATHER_SMALL = 1  # of a pass that several sequences share: lays out their rows
@@ -394,7 +394,5 @@ class CapturedCycle:
 
 
 def _rotates(config: ModelConfig) -> bool:
-    """Return whether attention norms and rotates its heads itself: `tree_kernels.rotates`."""
-    E = config.head_dim
-    fits = not config.qk_norm_whole and E <= WIDEST_ROTATED
-    return fits and (not config.qk_norm or not E & (E - 1))
+    """Return whether attention norms and rotates its heads itself."""
+    return not config.qk_norm_whole and rotates(config.head_dim, config.qk_norm)

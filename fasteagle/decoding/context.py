@@ -86,10 +86,14 @@ class Context:
         return None if self.drafter is None else self.drafter.origin
 
     @property
+    def reads(self) -> bool:
+        """Return whether there is a drafter, and it must see the features of every position."""
+        return self.drafter is not None and self.drafter.reads_features
+
+    @property
     def reusable(self) -> int:
         """Number of cached tokens that need not be computed again, for the drafter neither."""
-        reads = self.drafter is not None and self.drafter.reads_features
-        return self.known if reads else len(self.cached)
+        return self.known if self.reads else len(self.cached)
 
     @property
     def prefill_chunk(self) -> int:
@@ -154,8 +158,7 @@ class Context:
 
     def _prefill(self, prompt: Sequence[int]) -> Iterator[Prefilled | None]:
         """Run `prefill_parts` without handling a lack of memory."""
-        drafter = self.drafter
-        reads = drafter is not None and drafter.reads_features
+        drafter, reads = self.drafter, self.reads
         same = common_prefix(self.cached, prompt)
         # The last row is always computed, for its logits.
         begin = n_cached = min(same, len(prompt) - 1)
@@ -208,7 +211,7 @@ class Context:
     def _keep_pending(self) -> None:
         """Keep the features of the pairs that are pending, all but the last."""
         state, n = self.state, len(self.cached) - self.known
-        if self.drafter is not None and self.drafter.reads_features and n > 1:
+        if self.reads and n > 1:
             features = state.features[: n - 1].clone()
             state.keep_last_pair(n)
             self._keep(features, self.cached)

@@ -36,7 +36,7 @@ from fasteagle.paths import (
 )
 from fasteagle.prompts import Conversation, read_conversations
 from fasteagle.quant.scheme import Scheme
-from fasteagle.training.data import cached_features, choose_held_out, store_key
+from fasteagle.training.data import cached_features, choose_held_out, store_key, without
 from fasteagle.training.data_file import note_other_writer, require_same
 from fasteagle.training.generate_data import write_text
 from fasteagle.training.options import CalibrateOptions, DataOptions, TrainOptions
@@ -195,8 +195,7 @@ def _calibrate(
     compile_now(engine)
     store = cached_features(engine, conversations, work.folder / key, aux_layers=aux_layers)
     held_out = choose_held_out(conversations, max(8, len(conversations) // 8))
-    left_out = set(held_out)
-    training = [c for i, c in enumerate(conversations) if i not in left_out]
+    training = without(conversations, held_out)
     first = with_draft_vocab(head.head, training, engine.model, options.draft_vocab)
 
     def student(n_steps: int) -> Trainer:

@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -25,6 +25,12 @@ from fasteagle.prompts import Conversation
 from fasteagle.training.parallel import ALONE, Ranks
 
 SHARD_TOKENS = 1 << 17
+
+
+def without(conversations: Sequence[Conversation], held_out: Iterable[int]) -> list[Conversation]:
+    """Return the conversations that are not held out."""
+    left_out = set(held_out)
+    return [c for i, c in enumerate(conversations) if i not in left_out]
 
 
 def choose_held_out(conversations: Sequence[Conversation], n: int) -> list[int]:

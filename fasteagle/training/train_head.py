@@ -41,6 +41,7 @@ from fasteagle.training.data import (
     live_features,
     shards_of,
     store_key,
+    without,
 )
 from fasteagle.training.data_file import note_other_writer
 from fasteagle.training.generate_data import write_text
@@ -90,8 +91,7 @@ def _train_head(
     text = store_key(conversations, computed, aux_layers)
     store = _features(runtime, conversations, run, aux_layers, text, ranks)
     held_out = choose_held_out(conversations, run.held_out)
-    left_out = set(held_out)
-    training = [c for i, c in enumerate(conversations) if i not in left_out]
+    training = without(conversations, held_out)
     target = runtime.engine.model
     head, loss_ids = head_to_train(target, training, init, options)
     origin = f"{text} {None if run.init is None else files_digest(run.init)}"
